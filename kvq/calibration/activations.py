@@ -1,0 +1,53 @@
+"""Hidden states between layers: one buffer on the host, whatever the number of layers.
+
+Shape suffixes: N = sequences, S = tokens per sequence, H = hidden size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class ActivationStore:
+    """The input of the next layer for every sequence. Batches are moved to the device that computes."""
+
+    def __init__(self, hidden_NSH: Tensor, batch_size: int) -> None:
+        self.hidden_NSH = hidden_NSH
+        self.batch_size = batch_size
+
+        self._topk_NSK: Tensor | None = None
+
+    def batches(self) -> Iterator[slice]:
+        for start in range(0, self.hidden_NSH.shape[0], self.batch_size):
+            yield slice(start, min(start + self.batch_size, self.hidden_NSH.shape[0]))
+
+    def read(self, batch: slice, device: torch.device) -> Tensor:
+        return self.hidden_NSH[batch].to(device)
+
+    def write(self, batch: slice, hidden_BSH: Tensor) -> None:
+        self.hidden_NSH[batch] = hidden_BSH.to(self.hidden_NSH.device)
+
+    def write_topk(self, batch: slice, topk_BSK: Tensor) -> None:
+        """Keep what a sparse-attention indexer selected, for layers that share it.
+
+        Nothing is kept when every position is selected: any order of all positions means the same.
+        """
+        if topk_BSK.shape[2] >= self.hidden_NSH.shape[1]:
+            return
+        if self._topk_NSK is None:
+            shape = (*self.hidden_NSH.shape[:2], topk_BSK.shape[2])
+            self._topk_NSK = torch.empty(shape, dtype=torch.int32, device=self.hidden_NSH.device)
+        self._topk_NSK[batch] = topk_BSK.to(self._topk_NSK.device)
+
+    def read_topk(self, batch: slice, device: torch.device, index_topk: int) -> Tensor:
+        """The last full layer's selection for a batch: [B, S, K]."""
+        length = self.hidden_NSH.shape[1]
+        if self._topk_NSK is not None:
+            return self._topk_NSK[batch].to(device)
+        everything = torch.arange(min(length, index_topk), dtype=torch.int32, device=device)
+        return everything.expand(batch.stop - batch.start, length, -1)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.hidden_NSH.shape[0] * self.hidden_NSH.shape[1]

@@ -1,0 +1,84 @@
+"""The one module that imports transformers: tokenizer, config, and the modules of a decoder layer, built on meta."""
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvq.checkpoint.architecture import Architecture, ModelFacts
+from kvq.errors import CalibrationError, CheckpointError
+
+# Lists in a config with one entry a layer; an MTP layer comes after the last and needs its own.
+PER_LAYER_LISTS = {"indexer_types": "full", "mlp_layer_types": "sparse", "layer_types": None}
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The checkpoint's tokenizer. Raises CalibrationError; remote code is never run."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if (folder / "tokenizer.json").exists():
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise CalibrationError(
+            f"{folder}: the tokenizer cannot be loaded without running the checkpoint's code "
+            f"({str(error).splitlines()[0]}). "
+            "Give calibration rows with `input_ids`, or add a tokenizer.json."
+        ) from None
+
+
+def build_config(facts: ModelFacts, place: Path) -> Any:
+    """A transformers config from the checkpoint's, with the per-layer lists continued over the MTP layers.
+
+    The quantization config is left out: kvq fills the modules itself.
+    """
+    from transformers import AutoConfig
+
+    drop = {"quantization_config", "model_type", "auto_map", "architectures", "torch_dtype", "dtype"}
+    values = {key: value for key, value in facts.text_config.items() if key not in drop}
+    try:
+        config = AutoConfig.for_model(facts.arch.transformers_type, **values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{place / 'config.json'}: transformers refuses it ({' '.join(str(error).split())})."
+        ) from None
+    for key, filler in PER_LAYER_LISTS.items():
+        entries = getattr(config, key, None)
+        if isinstance(entries, list) and entries:
+            setattr(config, key, [*entries[: facts.num_layers], *[filler or entries[-1]] * facts.num_mtp_layers])
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def _modeling(arch: Architecture) -> Any:
+    name = arch.transformers_type
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def build_layer(arch: Architecture, config: Any, layer: int) -> Any:
+    """The decoder layer without storage: parameters and persistent buffers on meta."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=True):
+        module = getattr(_modeling(arch), f"{arch.class_prefix}DecoderLayer")(config, layer)
+    return module.eval()
+
+
+def build_norm(arch: Architecture, config: Any, weight_H: Tensor) -> nn.Module:
+    """An RMS norm of the model's own kind with the given weight."""
+    norm: nn.Module = getattr(_modeling(arch), f"{arch.class_prefix}RMSNorm")(
+        weight_H.shape[0], eps=config.rms_norm_eps
+    )
+    norm.load_state_dict({"weight": weight_H}, assign=True)
+    return norm.eval()
+
+
+def build_rotary(arch: Architecture, config: Any, device: torch.device) -> nn.Module:
+    """The model's rotary embedding; its buffers are computed, not stored."""
+    logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
+    rotary: nn.Module = getattr(_modeling(arch), f"{arch.class_prefix}RotaryEmbedding")(config)
+    return rotary.to(device).eval()

@@ -1,0 +1,141 @@
+"""Architecture facts as rows: a new model is a row here and a test.
+
+Sources: the `config.json` and tensor names of the published checkpoints and transformers 5.17's modules.
+An unlisted `model_type` stops at plan time.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvq.errors import CheckpointError
+
+Attention = Literal["gqa", "mla", "dsa"]
+Projection = Literal["gate_proj", "up_proj", "down_proj"]
+PROJECTIONS: tuple[Projection, ...] = ("gate_proj", "up_proj", "down_proj")
+
+MOE_KEYS = (
+    "hidden_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "num_hidden_layers",
+    "first_k_dense_replace", "vocab_size", "num_attention_heads", "rms_norm_eps", "routed_scaling_factor",
+)  # fmt: skip
+MLA_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One row. `transformers_type` names the transformers modules that run the decoder layers."""
+
+    model_type: str
+    title: str
+    transformers_type: str
+    attention: Attention
+    class_prefix: str = ""
+    text_config: str | None = None
+    prefix: str = ""
+    required: tuple[str, ...] = MOE_KEYS
+    float32: tuple[str, ...] = ("e_score_correction_bias",)
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    row.model_type: row
+    for row in (
+        Architecture(
+            "glm_moe_dsa", "GLM-5", "glm_moe_dsa", "dsa", "GlmMoeDsa",
+            required=(*MOE_KEYS, *MLA_KEYS, "index_topk", "index_head_dim", "index_n_heads"),
+            float32=("e_score_correction_bias", "indexer.weights_proj.weight"),
+        ),
+        Architecture(
+            "glm4_moe", "GLM-4.5/4.6/4.7", "glm4_moe", "gqa", "Glm4Moe", required=(*MOE_KEYS, "num_key_value_heads"),
+        ),
+        Architecture("deepseek_v3", "DeepSeek-V3", "deepseek_v3", "mla", "DeepseekV3", required=(*MOE_KEYS, *MLA_KEYS)),
+        # Kimi K2 is DeepSeek-V3 under another name; reading it so needs no remote code.
+        Architecture("kimi_k2", "Kimi K2", "deepseek_v3", "mla", "DeepseekV3", required=(*MOE_KEYS, *MLA_KEYS)),
+        Architecture(
+            "kimi_k25", "Kimi K2.5/K2.6", "deepseek_v3", "mla", "DeepseekV3", text_config="text_config",
+            prefix="language_model.", required=(*MOE_KEYS, *MLA_KEYS),
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a config says about the decoder: counts, sizes, and how its tensors are named."""
+
+    arch: Architecture
+    text_config: Mapping[str, Any]
+    num_layers: int
+    num_mtp_layers: int
+    first_moe_layer: int
+    num_experts: int
+    hidden_size: int
+    moe_intermediate_size: int
+
+    @property
+    def mtp_layers(self) -> range:
+        """Indices of the multi-token-prediction layers, which follow the decoder layers."""
+        return range(self.num_layers, self.num_layers + self.num_mtp_layers)
+
+    @property
+    def moe_layers(self) -> range:
+        """Indices of all layers with routed experts, the MTP layers included."""
+        return range(self.first_moe_layer, self.num_layers + self.num_mtp_layers)
+
+    def layer_prefix(self, layer: int) -> str:
+        """For example `model.layers.3.`"""
+        return f"{self.arch.prefix}model.layers.{layer}."
+
+    def expert_module(self, layer: int, expert: int, projection: str) -> str:
+        """For example `model.layers.3.mlp.experts.17.down_proj`"""
+        return f"{self.layer_prefix(layer)}mlp.experts.{expert}.{projection}"
+
+    def layer_of(self, name: str) -> int | None:
+        """Index of the layer that a tensor belongs to; None outside the layers."""
+        match = re.match(re.escape(self.arch.prefix) + r"model\.layers\.(\d+)\.", name)
+        return int(match.group(1)) if match else None
+
+    def expert_shape(self, projection: str) -> tuple[int, int]:
+        """Rows and columns of a routed expert's projection."""
+        inner, outer = self.moe_intermediate_size, self.hidden_size
+        return (outer, inner) if projection == "down_proj" else (inner, outer)
+
+
+def model_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
+    """Facts from a `config.json`. Raises CheckpointError for an unlisted model_type or a missing or senseless key."""
+    place = folder / "config.json"
+    model_type = config.get("model_type")
+    arch = ARCHITECTURES.get(str(model_type))
+    if arch is None:
+        raise CheckpointError(
+            f"{place}: model_type {model_type!r} is not supported; kvq reads {', '.join(ARCHITECTURES)}. "
+            "`kvq models` lists the known models."
+        )
+    text: Any = config if arch.text_config is None else config.get(arch.text_config)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{place}: has no {arch.text_config!r} object, which {arch.title} needs.")
+    missing = [key for key in arch.required if not isinstance(text.get(key), int | float)]
+    if missing:
+        raise CheckpointError(f"{place}: needs the number {missing[0]!r}, which is absent. Download config.json again.")
+    facts = ModelFacts(
+        arch=arch,
+        text_config=text,
+        num_layers=int(text["num_hidden_layers"]),
+        num_mtp_layers=int(text.get("num_nextn_predict_layers") or 0),
+        first_moe_layer=int(text["first_k_dense_replace"]),
+        num_experts=int(text["n_routed_experts"]),
+        hidden_size=int(text["hidden_size"]),
+        moe_intermediate_size=int(text["moe_intermediate_size"]),
+    )
+    if (
+        not 0 <= facts.first_moe_layer < facts.num_layers
+        or facts.num_experts < 1
+        or int(text.get("moe_layer_freq", 1)) != 1
+    ):
+        raise CheckpointError(
+            f"{place}: first_k_dense_replace {facts.first_moe_layer}, num_hidden_layers {facts.num_layers}, "
+            f"n_routed_experts {facts.num_experts}, moe_layer_freq {text.get('moe_layer_freq', 1)}: "
+            "kvq expects routed experts in every layer after the first dense ones."
+        )
+    return facts

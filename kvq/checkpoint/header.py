@@ -1,0 +1,112 @@
+"""The header of a safetensors file, read as untrusted input.
+
+Why not the library: a plan must know every tensor's dtype, shape and byte range of 140 shards in seconds, and
+must say which file is truncated. Tensor data itself is always read through safetensors.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
+
+DTYPE_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as its header describes it. `offset` counts from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    offset: int
+    nbytes: int
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of a safetensors dtype."""
+    return (math.prod(shape) * DTYPE_BITS[dtype] + 7) // 8
+
+
+def read_header(path: Path) -> list[TensorInfo]:
+    """Tensors of one file, in file order. Raises CheckpointError when the file is not whole or not safetensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(
+                f"{path}: not a whole safetensors file (its header would be {length} bytes, the file has {size}). "
+                "Download this shard again."
+            )
+        text = file.read(length)
+    try:
+        entries = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: the safetensors header is damaged ({error}). Download this shard again."
+        ) from None
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: the safetensors header is not a JSON object. Download this shard again.")
+    entries.pop("__metadata__", None)
+    tensors = sorted(
+        (_tensor(path, name, entry, 8 + length) for name, entry in entries.items()), key=lambda t: t.offset
+    )
+    _check_layout(path, tensors, start=8 + length, size=size)
+    return tensors
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name stands twice")
+    return result
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**60
+
+
+def _tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{path}: header entry {name!r} is not an object. Download this shard again.")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if dtype not in DTYPE_BITS:
+        raise CheckpointError(f"{path}: tensor {name} has dtype {dtype!r}, which kvq does not know.")
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise CheckpointError(f"{path}: tensor {name} has shape {shape!r}. Download this shard again.")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise CheckpointError(f"{path}: tensor {name} has data_offsets {offsets!r}. Download this shard again.")
+    nbytes = offsets[1] - offsets[0]
+    if nbytes != tensor_bytes(dtype, tuple(shape)):
+        raise CheckpointError(
+            f"{path}: tensor {name} ({dtype} {shape}) needs {tensor_bytes(dtype, tuple(shape))} bytes but its "
+            f"data_offsets span {nbytes}. Download this shard again."
+        )
+    return TensorInfo(name, dtype, tuple(shape), path.name, start + offsets[0], nbytes)
+
+
+def _check_layout(path: Path, tensors: list[TensorInfo], start: int, size: int) -> None:
+    """Tensors must lie one after the other and fill the file: no gap, no overlap, nothing missing at the end."""
+    end = start
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name} starts at byte {tensor.offset}, expected {end}: tensors overlap or "
+                f"leave "
+                "a gap. Download this shard again."
+            )
+        end += tensor.nbytes
+    if end != size:
+        raise CheckpointError(
+            f"{path}: the header describes {end} bytes but the file has {size}: it is truncated or damaged. "
+            "Download this shard again."
+        )

@@ -1,0 +1,114 @@
+"""CheckpointIndex: every tensor of a checkpoint folder, from the index and the shard headers alone."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvq.checkpoint.header import TensorInfo, read_header
+from kvq.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIndex:
+    """Names, dtypes, shapes and places of all tensors. `warnings` are sentences for the person who runs kvq."""
+
+    folder: Path
+    tensors: Mapping[str, TensorInfo]
+    shards: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        """Raises CheckpointError, naming the folder, when there is no such tensor."""
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise CheckpointError(
+                f"{self.folder}: the checkpoint has no tensor {name}, which its config calls for. Download it "
+                f"again, or "
+                "report the layout if it is complete."
+            ) from None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError names the file otherwise."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file. Is this a complete checkpoint folder?") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}). Download the file again.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}. Download the file again.")
+    return value
+
+
+def load_index(folder: Path) -> CheckpointIndex:
+    """Read `model.safetensors.index.json` and all shard headers, or the header of the one file without an index.
+
+    Raises CheckpointError for a missing or truncated shard and for a tensor that the index promises and no shard holds.
+    """
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not (folder / INDEX_NAME).exists():
+        if len(files) != 1:
+            raise CheckpointError(
+                f"{folder}: found {len(files)} *.safetensors files and no {INDEX_NAME}. kvq reads one file without an "
+                "index, or shards with one."
+            )
+        tensors = read_header(folder / files[0])
+        return CheckpointIndex(folder, {tensor.name: tensor for tensor in tensors}, (files[0],))
+    weight_map = _weight_map(folder)
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if shard not in files]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(shards)} shards are missing, the first is {missing[0]}. Download "
+            f"them and "
+            "start again."
+        )
+    headers = {shard: {tensor.name: tensor for tensor in read_header(folder / shard)} for shard in files}
+    tensors_by_name: dict[str, TensorInfo] = {}
+    for name, shard in weight_map.items():
+        if name not in headers[shard]:
+            raise CheckpointError(
+                f"{folder / INDEX_NAME}: says that {shard} holds {name}, but it does not. Download the index and this "
+                "shard again."
+            )
+        tensors_by_name[name] = headers[shard][name]
+    warnings = _add_unindexed(headers, tensors_by_name)
+    used = {tensor.shard for tensor in tensors_by_name.values()}
+    return CheckpointIndex(folder, tensors_by_name, tuple(sorted(used)), tuple(warnings))
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_NAME
+    weight_map = load_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: has no weight_map. Download the file again.")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: maps {name} to {shard!r}, which is not a file name in this folder.")
+    return weight_map
+
+
+def _add_unindexed(headers: Mapping[str, Mapping[str, TensorInfo]], tensors: dict[str, TensorInfo]) -> list[str]:
+    """Take in tensors that lie in the folder but not in the index (seen with mtp.safetensors): losing them is worse."""
+    warnings = []
+    for shard, header in headers.items():
+        extra = [tensor for name, tensor in header.items() if name not in tensors]
+        if extra:
+            tensors.update({tensor.name: tensor for tensor in extra})
+            warnings.append(
+                f"{shard} holds {len(extra)} tensors that the index does not list, e.g. {extra[0].name}; taken in"
+            )
+    return warnings

@@ -1,0 +1,69 @@
+"""CheckpointReader: tensors by name, straight from the shards. The one reader of safetensors data."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvq.checkpoint.index import CheckpointIndex, load_index, load_json
+from kvq.errors import CheckpointError
+
+WEIGHT_FILE_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+FP8_NAN_CODE = 0x7F  # e4m3fn has no infinity; sign aside, this one byte is NaN
+
+
+class CheckpointReader:
+    """A checkpoint folder: config, index, tensors. Files are memory-mapped; a tensor is read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder.")
+        self.folder = folder
+        self.config: dict[str, Any] = load_json(folder / "config.json")
+        self.index: CheckpointIndex = load_index(folder)
+        self._files: dict[str, Any] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor as stored, on the CPU. Raises CheckpointError when it holds NaN or Inf or cannot be read."""
+        info = self.index[name]
+        try:
+            if info.shard not in self._files:
+                self._files[info.shard] = safe_open(self.folder / info.shard, framework="pt")
+            value: Tensor = self._files[info.shard].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.folder / info.shard}: cannot read tensor {name} ({error}).") from None
+        check_finite(self.folder / info.shard, name, value)
+        return value
+
+    def release(self) -> None:
+        """Close the mapped files, so that their pages stop counting as ours. Tensors already given out stay valid."""
+        self._files.clear()
+
+    def side_files(self) -> list[Path]:
+        """Every file that is not weights: tokenizer, chat template, custom code, licence; relative to the folder.
+
+        Symbolic links to files are followed (the Hub cache is made of them); hidden files and caches are left out.
+        """
+        files = []
+        for path in sorted(self.folder.rglob("*")):
+            relative = path.relative_to(self.folder)
+            hidden = any(part.startswith((".", "__pycache__")) for part in relative.parts)
+            if path.is_file() and not hidden and not path.name.endswith(WEIGHT_FILE_SUFFIXES):
+                files.append(relative)
+        return files
+
+
+def check_finite(place: Path, name: str, value: Tensor) -> None:
+    """Raise CheckpointError if a floating-point tensor holds NaN or Inf."""
+    if not value.is_floating_point() or value.numel() == 0:
+        return
+    if value.dtype == torch.float8_e4m3fn:
+        finite = not bool(((value.view(torch.uint8) & 0x7F) == FP8_NAN_CODE).any())
+    elif value.element_size() == 1:
+        finite = bool(torch.isfinite(value.float()).all())
+    else:
+        finite = bool(torch.isfinite(value).all())
+    if not finite:
+        raise CheckpointError(f"{place}: tensor {name} holds NaN or Inf; the checkpoint is damaged. Download it again.")

@@ -1,0 +1,53 @@
+"""MODEL on the command line -> a local folder, with where it came from. The Hub's only way in."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvq.errors import CheckpointError, HubError
+
+COMMIT_LENGTH = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`revision` is the Hub commit that was downloaded, None for a local folder."""
+
+    folder: Path
+    id: str
+    revision: str | None = None
+
+
+def resolve_source(model: str, revision: str | None = None) -> Source:
+    """A folder if one of that name exists, else a Hub id `owner/name`, downloaded into the Hub cache (resumable).
+
+    The revision is resolved to a commit first, so that all files come from one state of the repository.
+    Raises CheckpointError if it is neither, HubError if the Hub does not deliver.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return Source(folder, model)
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise CheckpointError(
+            f"{model}: no such folder, no known alias (`kvq models` lists them) and not a Hub id of the form "
+            f"owner/name."
+        )
+    return _download(model, revision)
+
+
+def _download(repo: str, revision: str | None) -> Source:
+    import httpx
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        commit = HfApi().model_info(repo, revision=revision).sha
+        assert commit is not None and len(commit) == COMMIT_LENGTH, f"the Hub gave commit {commit!r}"
+        return Source(Path(snapshot_download(repo, revision=commit)), repo, commit)
+    except HFValidationError as error:
+        raise CheckpointError(f"{repo}: not a valid Hub id ({error}).") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise HubError(
+            f"{repo}: the Hub did not deliver ({first_line}). What has arrived is kept; run the same command again, or "
+            "download the folder by other means and give its path."
+        ) from None

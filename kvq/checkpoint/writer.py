@@ -1,0 +1,140 @@
+"""CheckpointWriter: a new checkpoint folder, whole or not there at all.
+
+Everything is written into `<out>.partial`; the folder gets its name by one rename, after the last byte is on disk.
+The one writer of safetensors data.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvq.checkpoint.index import INDEX_NAME
+from kvq.errors import OutputError
+
+SPARE_BYTES = 64 * 2**20  # manifest, index, file-system overhead
+HASH_CHUNK = 8 * 2**20
+
+
+def sha256_file(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def dump_json(value: Any) -> str:
+    """JSON text as kvq writes it everywhere: sorted where dicts were, two spaces, a newline at the end."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def check_output(out: Path, needed_bytes: int) -> None:
+    """Refuse, before anything is read, an output that exists already or a disk that cannot hold it."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise OutputError(f"{out} exists and is not a folder. Choose another --out.")
+    if out.is_dir() and any(out.iterdir()):
+        raise OutputError(f"{out} is not empty; kvq never overwrites a checkpoint. Choose another --out or remove it.")
+    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not os.access(parent, os.W_OK):
+        raise OutputError(f"{parent} is not writable. Choose another --out.")
+    free = shutil.disk_usage(parent).free
+    if needed_bytes + SPARE_BYTES > free:
+        raise OutputError(
+            f"{parent}: the output needs {(needed_bytes + SPARE_BYTES) / 1e9:.2f} GB and {free / 1e9:.2f} GB are free. "
+            "Make room or choose another --out."
+        )
+
+
+class CheckpointWriter:
+    """Collects shards and side files. Use as a context manager: an error leaves `<out>.partial`, never `<out>`."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.partial = out.with_name(out.name + ".partial")
+        self.weight_map: dict[str, str] = {}
+        self.total_size = 0
+        self.sha256: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        if self.partial.exists():
+            raise OutputError(
+                f"{self.partial} is left from a run that did not finish (or one that is still going). Remove it, "
+                f"or choose "
+                "another --out."
+            )
+        try:
+            self.partial.mkdir(parents=True)
+        except OSError as error:
+            raise OutputError(f"{self.partial}: cannot be made ({error.strerror}). Choose another --out.") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(value, OSError):
+            raise OutputError(
+                f"{self.partial}: writing failed ({value.strerror or value}). Nothing was finished."
+            ) from value
+
+    def add_shard(self, shard: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write one shard and remember its names. Tensors may be on any device."""
+        again = [name for name in tensors if name in self.weight_map]
+        assert not again, f"written twice: {again[:3]}"
+        on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        path = self.partial / shard
+        save_file(on_host, path, metadata={"format": "pt"})
+        self._sync(path)
+        self.weight_map.update(dict.fromkeys(tensors, shard))
+        self.total_size += sum(tensor.numel() * tensor.element_size() for tensor in on_host.values())
+
+    def copy_file(self, folder: Path, relative: Path, new_name: str | None = None) -> None:
+        """Copy a file byte for byte, keeping its place below the folder (unless it gets a new name)."""
+        target = self.partial / (new_name or relative)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / relative, target)
+        self._sync(target)
+
+    def add_text(self, name: str, text: str) -> None:
+        path = self.partial / name
+        path.write_text(text, encoding="utf-8")
+        self._sync(path)
+
+    def add_index(self) -> None:
+        """Write the index from what was written."""
+        index = {"metadata": {"total_size": self.total_size}, "weight_map": dict(sorted(self.weight_map.items()))}
+        self.add_text(INDEX_NAME, dump_json(index))
+
+    def publish(self) -> None:
+        """Give the folder its name. The last step."""
+        self._sync_folder(self.partial)
+        if self.out.is_dir():
+            self.out.rmdir()  # empty, as check_output saw; fails if something appeared meanwhile
+        self.partial.rename(self.out)
+        self._sync_folder(self.out.parent)
+
+    def _sync(self, path: Path) -> None:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        self.sha256[str(path.relative_to(self.partial))] = sha256_file(path)
+
+    @staticmethod
+    def _sync_folder(path: Path) -> None:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def bytes_of(files: Iterable[Path]) -> int:
+    """Sum of file sizes."""
+    return sum(path.stat().st_size for path in files)

@@ -1,0 +1,1 @@
+"""Weights and second moments in, codes and scales out. Knows no layers, models or files."""

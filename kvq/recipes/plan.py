@@ -1,0 +1,271 @@
+"""QuantPlan: what will be done to every tensor, decided from the config and the headers before any weight is read."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
+from kvq.checkpoint.formats import SourceFormat, detect_format
+from kvq.checkpoint.header import TensorInfo, tensor_bytes
+from kvq.checkpoint.index import CheckpointIndex
+from kvq.errors import CheckpointError, RecipeError
+from kvq.recipes.schema import Recipe
+from kvq.recipes.scheme import quantization_config
+
+Action = Literal["pack", "keep", "dequantize"]
+
+# Tensor classes by the name below the layer (or below the prefix); the first match counts.
+CLASS_PATTERNS: tuple[tuple[str, str], ...] = (
+    (r"mlp\.experts\.\d+\.", "routed experts"),
+    (r"mlp\.shared_experts\.", "shared experts"),
+    (r"mlp\.gate\.", "router"),
+    (r"mlp\.(gate|up|down)_proj\.", "dense MLP"),
+    (r"self_attn\.indexer\.", "indexer"),
+    (r"self_attn\.\w+_proj(_with_mqa)?\.", "attention"),
+    (r"(.*norm|self_attn\..*norm)\.", "norms"),
+    (r"(eh_proj|shared_head\.head|embed_tokens)\.", "MTP"),
+)
+REASONS = {
+    "routed experts": "most of the bytes; read by few tokens each",
+    "shared experts": "read by every token; SGLang cannot load them in INT4",
+    "router": "decides the routing; kept exact",
+    "dense MLP": "read by every token",
+    "indexer": "engines expect it so",
+    "attention": "read by every token; engines expect FP8 or BF16",
+    "norms": "small",
+    "embeddings": "engines expect BF16",
+    "lm_head": "engines expect BF16",
+    "MTP": "draft layer's own tensors; kept",
+    "vision": "not part of the language model",
+    "other": "kept",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One tensor of the output. `sources` are the tensors it is made of."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    action: Action
+    tensor_class: str
+    shard: str
+    sources: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantPlan:
+    """The output, tensor by tensor. `pass_through` means: nothing is quantized, files are copied as they are."""
+
+    recipe: Recipe
+    facts: ModelFacts
+    source: SourceFormat
+    tensors: Mapping[str, TensorPlan]
+    quantization_config: Mapping[str, Any] | None
+    source_bytes: int
+    warnings: tuple[str, ...]
+    pass_through: bool = False
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def num_modules(self) -> int:
+        """Expert matrices that will be quantized."""
+        return sum(
+            tensor.name.endswith(".weight_packed") for tensor in self.tensors.values() if tensor.action == "pack"
+        )
+
+    def shard_tensors(self) -> dict[str, list[TensorPlan]]:
+        """Shard -> its tensors, in name order."""
+        shards: dict[str, list[TensorPlan]] = {}
+        for tensor in self.tensors.values():
+            shards.setdefault(tensor.shard, []).append(tensor)
+        return dict(sorted(shards.items()))
+
+
+def resolve_plan(recipe: Recipe, config: Mapping[str, Any], index: CheckpointIndex) -> QuantPlan:
+    """Raises CheckpointError for a source that is unsupported or lacks tensors, RecipeError for a group size that does
+    not fit."""
+    facts = model_facts(config, index.folder)
+    source = detect_format(config, index)
+    warnings = [*index.warnings, *_dead_entries(source, index)]
+    if source.kind == "int4-packed":
+        return _pass_through(recipe, facts, source, index, warnings)
+    _check_experts(facts, index)
+    _check_group_size(recipe, facts)
+    tensors = {plan.name: plan for plan in _plan_tensors(recipe, facts, source, index)}
+    unquantized = [name.removesuffix(".weight") for name, plan in tensors.items() if _is_plain_linear(plan)]
+    described = quantization_config(recipe, source, unquantized)
+    return QuantPlan(recipe, facts, source, tensors, described, index.total_bytes, tuple(warnings))
+
+
+def _is_plain_linear(plan: TensorPlan) -> bool:
+    """A BF16 matrix of a linear module (and not an embedding or a norm)."""
+    return (
+        len(plan.shape) == 2
+        and plan.dtype in ("BF16", "F16", "F32")
+        and plan.tensor_class not in ("embeddings", "vision")
+    )
+
+
+def _pass_through(
+    recipe: Recipe, facts: ModelFacts, source: SourceFormat, index: CheckpointIndex, warnings: list[str]
+) -> QuantPlan:
+    """Models trained in INT4 lose if they are rounded a second time: every byte is kept."""
+    tensors = {
+        name: TensorPlan(name, info.dtype, info.shape, "keep", tensor_class(name, facts), info.shard, (name,))
+        for name, info in index.tensors.items()
+    }
+    warnings = [*warnings, f"the source is {source.title} already: all tensors pass through byte for byte"]
+    return QuantPlan(recipe, facts, source, tensors, None, index.total_bytes, tuple(warnings), pass_through=True)
+
+
+def tensor_class(name: str, facts: ModelFacts) -> str:
+    """Which kind of tensor this is; a key of REASONS."""
+    if not name.startswith(facts.arch.prefix) or name.startswith(("vision_tower.", "mm_projector.")):
+        return "vision"
+    layer = facts.layer_of(name)
+    if layer is None:
+        tops = {"model.embed_tokens.": "embeddings", "lm_head.": "lm_head", "model.norm.": "norms"}
+        below = name.removeprefix(facts.arch.prefix)
+        return next((value for start, value in tops.items() if below.startswith(start)), "other")
+    below = name.removeprefix(facts.layer_prefix(layer))
+    return next((title for pattern, title in CLASS_PATTERNS if re.match(pattern, below)), "other")
+
+
+def _plan_tensors(
+    recipe: Recipe, facts: ModelFacts, source: SourceFormat, index: CheckpointIndex
+) -> Iterator[TensorPlan]:
+    shard_of = _shard_names(facts, index)
+    for name in sorted(index.tensors):
+        info, kind, shard = index[name], tensor_class(name, facts), shard_of[facts.layer_of(name)]
+        if kind == "routed experts" and name.endswith(".weight"):
+            yield from _packed(recipe, name.removesuffix(".weight"), info.shape, shard, _sources(name, source, index))
+        elif kind == "routed experts" and source.scale_suffix and name.endswith("." + source.scale_suffix):
+            continue  # consumed with its weight
+        elif kind == "routed experts":
+            raise CheckpointError(f"{index.folder}: unexpected tensor {name}: kvq knows weights and scales of experts.")
+        else:
+            yield from _rest(
+                recipe, source, index, info, TensorPlan(name, info.dtype, info.shape, "keep", kind, shard, (name,))
+            )
+
+
+def _sources(name: str, source: SourceFormat, index: CheckpointIndex) -> tuple[str, ...]:
+    if index[name].dtype != "F8_E4M3":
+        return (name,)
+    return (name, f"{name.removesuffix('.weight')}.{source.scale_suffix}")
+
+
+def _packed(
+    recipe: Recipe, module: str, shape: tuple[int, ...], shard: str, sources: tuple[str, ...]
+) -> Iterator[TensorPlan]:
+    rows, columns = shape
+    parts = (
+        ("weight_packed", "I32", (rows, columns * recipe.num_bits // 32)),
+        ("weight_scale", "BF16", (rows, columns // recipe.group_size)),
+        ("weight_shape", "I64", (2,)),
+    )
+    for suffix, dtype, part_shape in parts:
+        yield TensorPlan(f"{module}.{suffix}", dtype, part_shape, "pack", "routed experts", shard, sources)
+
+
+def _rest(
+    recipe: Recipe, source: SourceFormat, index: CheckpointIndex, info: TensorInfo, keep: TensorPlan
+) -> Iterator[TensorPlan]:
+    """Everything that is not a routed expert."""
+    name, kind = keep.name, keep.tensor_class
+    to_bf16 = recipe.rest == "bf16" or name.endswith(
+        (".indexer.wk.weight", ".indexer.wk.weight_scale_inv", ".indexer.wk.weight_scale")
+    )
+    if info.dtype == "F8_E4M3":
+        if to_bf16:
+            yield TensorPlan(name, "BF16", info.shape, "dequantize", kind, keep.shard, _sources(name, source, index))
+        else:
+            yield keep
+    elif source.scale_suffix and name.endswith("." + source.scale_suffix):
+        if index[_weight_of(name, source)].dtype != "F8_E4M3":
+            raise CheckpointError(f"{index.folder}: {name} is a scale, but its weight is not FP8.")
+        if not to_bf16:
+            # compressed-tensors calls the same multiplier weight_scale; the bytes stay
+            new_name = f"{name.removesuffix(source.scale_suffix)}weight_scale"
+            yield TensorPlan(new_name, info.dtype, info.shape, "keep", kind, keep.shard, (name,))
+    else:
+        yield keep
+
+
+def _weight_of(scale_name: str, source: SourceFormat) -> str:
+    return f"{scale_name.removesuffix(source.scale_suffix or '')}weight"
+
+
+def _shard_names(facts: ModelFacts, index: CheckpointIndex) -> dict[int | None, str]:
+    """One shard for what lies outside the layers, then one per layer (an MTP layer too)."""
+    layers = sorted({layer for layer in map(facts.layer_of, index.tensors) if layer is not None})
+    keys: list[int | None] = [None, *layers]
+    return {key: f"model-{number:05d}-of-{len(keys):05d}.safetensors" for number, key in enumerate(keys, start=1)}
+
+
+def _check_experts(facts: ModelFacts, index: CheckpointIndex) -> None:
+    """Every routed expert of every MoE layer must be there with the shape that the config says."""
+    for layer in facts.moe_layers:
+        for expert in range(facts.num_experts):
+            for projection in PROJECTIONS:
+                info = index[f"{facts.expert_module(layer, expert, projection)}.weight"]
+                if info.shape != facts.expert_shape(projection):
+                    raise CheckpointError(
+                        f"{index.folder / info.shard}: {info.name} is {list(info.shape)}, the config says "
+                        f"{list(facts.expert_shape(projection))}."
+                    )
+    layers = {layer for layer in map(facts.layer_of, index.tensors) if layer is not None}
+    unknown = sorted(layers - set(range(facts.num_layers + facts.num_mtp_layers)))
+    if unknown:
+        raise CheckpointError(
+            f"{index.folder}: there are tensors of layer {unknown[0]}, but config.json counts {facts.num_layers} "
+            f"layers and "
+            f"{facts.num_mtp_layers} MTP layers (num_nextn_predict_layers). Is config.json from another release?"
+        )
+    extra = facts.expert_module(facts.first_moe_layer, facts.num_experts, "down_proj") + ".weight"
+    if extra in index:
+        raise CheckpointError(
+            f"{index.folder}: there is a tensor {extra}, but config.json says {facts.num_experts} experts."
+        )
+
+
+def _check_group_size(recipe: Recipe, facts: ModelFacts) -> None:
+    fits = [size for size in (32, 64, 128) if facts.moe_intermediate_size % size == 0 and facts.hidden_size % size == 0]
+    if recipe.group_size not in fits:
+        remedy = f"use --set group_size={fits[-1]}" if fits else "no group size that kvq writes fits"
+        raise RecipeError(
+            f"group_size {recipe.group_size} does not divide the experts' columns (hidden_size {facts.hidden_size}, "
+            f"moe_intermediate_size {facts.moe_intermediate_size}); sizes that fit: {fits or 'none'}; {remedy}."
+        )
+
+
+def _dead_entries(source: SourceFormat, index: CheckpointIndex) -> list[str]:
+    """Entries of the source's ignore list that name no module. GLM-5.2 ships one; harmless, but say so."""
+    modules = {name.rsplit(".", 1)[0] for name in index.tensors}
+    components = {component for module in modules for component in _suffixes(module)}
+    dead = [
+        entry
+        for entry in source.ignore
+        if not (
+            any(re.match(entry[3:], module) for module in modules) if entry.startswith("re:") else entry in components
+        )
+    ]
+    return [f"the source's config ignores {entry!r}, but no module has that name" for entry in dead]
+
+
+def _suffixes(module: str) -> Iterator[str]:
+    """All dotted runs of a module name: ignore lists name modules, their parts and their tails."""
+    parts = module.split(".")
+    for start in range(len(parts)):
+        for stop in range(start + 1, len(parts) + 1):
+            yield ".".join(parts[start:stop])

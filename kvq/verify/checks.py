@@ -1,0 +1,26 @@
+"""`kvq verify`: all checks of a folder, with or without its source."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvq.errors import CheckpointError
+from kvq.verify.numerics import check_against_source
+from kvq.verify.report import Check, VerifyReport
+from kvq.verify.structure import check_structure, load_manifest
+
+
+def verify_checkpoint(folder: Path, source: Path | None, progress: Callable[[int, int], None]) -> VerifyReport:
+    """Look at the written files as a stranger would. Problems are in the report; only a folder that is none raises."""
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder}: no config.json there. Give the folder of a checkpoint.")
+    report = VerifyReport(str(folder), check_structure(folder))
+    if source is None:
+        return report
+    try:
+        checks, report.worst_weight_errors = check_against_source(folder, source, load_manifest(folder), progress)
+    except CheckpointError as error:
+        failed = Check("source")
+        failed.expect(False, str(error))
+        checks = [failed]
+    report.checks += checks
+    return report
