@@ -71,7 +71,7 @@ def quantize(
     source = resolve_source(known.hub if known else model, revision)
     folder = out or Path(f"{(model if known else source.id).rstrip('/').rsplit('/', 1)[-1]}-{chosen.name}")
 
-    from kvq.pipeline import prepare, quantize_checkpoint
+    from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
 
     prepared = prepare(source, chosen, folder, device=device, target=target, calibration=calibration)
     if not as_json:
@@ -83,11 +83,12 @@ def quantize(
     with RunProgress(quiet=as_json) as progress:
         manifest = quantize_checkpoint(prepared, progress)
     seconds = time.monotonic() - started
+    peak = peak_memory(prepared.device)
     if as_json:
         report = {key: value for key, value in manifest.items() if key not in ("tensors", "files", "modules")}
-        _print_json({"out": str(folder), "seconds": round(seconds, 3), **report})
+        _print_json({"out": str(folder), "seconds": round(seconds, 3), **peak, **report})
     else:
-        show_result(manifest, folder, seconds)
+        show_result(manifest, folder, seconds, peak)
         typer.echo(str(folder))
 
 

@@ -138,12 +138,14 @@ def show_plan(plan: QuantPlan, out: Path) -> None:
         ERR.print(f"note: {warning}")
 
 
-def show_result(manifest: Mapping[str, Any], out: Path, seconds: float) -> None:
+def show_result(manifest: Mapping[str, Any], out: Path, seconds: float, peak: Mapping[str, int | None]) -> None:
     """The closing table of a run."""
     summary = manifest["summary"]
     table = Table(title=str(out), title_justify="left", show_header=False)
     table.add_row("size", f"{size(summary['source_bytes'])} -> {size(summary['output_bytes'])}")
     table.add_row("time", clock(seconds))
+    on_device = f", device {size(peak['peak_device_bytes'])}" if peak["peak_device_bytes"] else ""
+    table.add_row("peak memory", f"host {size(peak['peak_host_bytes'] or 0)}{on_device}")
     if summary["bits_per_weight"] is not None:
         table.add_row(
             "bits per weight", f"{summary['bits_per_weight']} in the {summary['num_quantized_modules']} expert matrices"

@@ -3,6 +3,7 @@
 reader -> plan -> calibration forward -> solver -> packer -> writer -> manifest
 """
 
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,6 +226,13 @@ class Run:
         self.writer.add_text(MANIFEST_NAME, dump_json(manifest))
         self.writer.publish()
         return manifest
+
+
+def peak_memory(device: torch.device) -> dict[str, int | None]:
+    """Most bytes that this process held, on the host (resident) and on the device (allocated)."""
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"peak_host_bytes": kilobytes * 1024, "peak_device_bytes": on_device}
 
 
 def _add_experts(store: ActivationStore, output_TH: Tensor) -> None:

@@ -82,3 +82,12 @@ def build_rotary(arch: Architecture, config: Any, device: torch.device) -> nn.Mo
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
     rotary: nn.Module = getattr(_modeling(arch), f"{arch.class_prefix}RotaryEmbedding")(config)
     return rotary.to(device).eval()
+
+
+def build_model(arch: Architecture, config: Any) -> Any:
+    """The whole causal language model without storage, for models that fit: parameters and buffers on meta."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=True):
+        model = getattr(_modeling(arch), f"{arch.class_prefix}ForCausalLM")(config)
+    return model.eval()

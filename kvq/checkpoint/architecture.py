@@ -121,17 +121,17 @@ def model_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
     facts = ModelFacts(
         arch=arch,
         text_config=text,
-        num_layers=int(text["num_hidden_layers"]),
-        num_mtp_layers=int(text.get("num_nextn_predict_layers") or 0),
-        first_moe_layer=int(text["first_k_dense_replace"]),
-        num_experts=int(text["n_routed_experts"]),
-        hidden_size=int(text["hidden_size"]),
-        moe_intermediate_size=int(text["moe_intermediate_size"]),
+        num_layers=_count(text, "num_hidden_layers", place),
+        num_mtp_layers=_count(text, "num_nextn_predict_layers", place),
+        first_moe_layer=_count(text, "first_k_dense_replace", place),
+        num_experts=_count(text, "n_routed_experts", place),
+        hidden_size=_count(text, "hidden_size", place),
+        moe_intermediate_size=_count(text, "moe_intermediate_size", place),
     )
     if (
-        not 0 <= facts.first_moe_layer < facts.num_layers
-        or facts.num_experts < 1
-        or int(text.get("moe_layer_freq", 1)) != 1
+        facts.first_moe_layer >= facts.num_layers
+        or min(facts.num_experts, facts.hidden_size, facts.moe_intermediate_size) < 1
+        or text.get("moe_layer_freq", 1) != 1
     ):
         raise CheckpointError(
             f"{place}: first_k_dense_replace {facts.first_moe_layer}, num_hidden_layers {facts.num_layers}, "
@@ -139,3 +139,11 @@ def model_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
             "kvq expects routed experts in every layer after the first dense ones."
         )
     return facts
+
+
+def _count(text: Mapping[str, Any], key: str, place: Path) -> int:
+    """A whole number; 0 where the key is absent or null."""
+    value = text.get(key) or 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CheckpointError(f"{place}: {key} is {value!r}, expected a whole number. Download config.json again.")
+    return value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvq.checkpoint.formats import SourceFormat
-from kvq.checkpoint.packing import unpack_int4
+from kvq.checkpoint.packing import CODES_PER_WORD, unpack_int4
 from kvq.checkpoint.reader import CheckpointReader, check_finite
 from kvq.errors import CheckpointError
 
@@ -45,10 +45,12 @@ def load_weight(
     if f"{module}.weight_packed" in reader.index:
         packed = reader.tensor(f"{module}.weight_packed").to(device)
         scale_OG = _scale(reader, f"{module}.weight_scale").to(device)
-        columns = packed.shape[1] * 8
-        if packed.dtype != torch.int32 or packed.shape[0] != scale_OG.shape[0] or columns % scale_OG.shape[1]:
-            raise CheckpointError(f"{reader.folder}: {module}: packed {list(packed.shape)} and scale disagree.")
-        return dequantize_int4(unpack_int4(packed, columns), scale_OG)
+        if not _fits(packed, scale_OG, source.group_size):
+            raise CheckpointError(
+                f"{reader.folder}: {module}: weight_packed {list(packed.shape)} and weight_scale "
+                f"{list(scale_OG.shape)} disagree, the config says groups of {source.group_size}."
+            )
+        return dequantize_int4(unpack_int4(packed, packed.shape[1] * CODES_PER_WORD), scale_OG)
     weight = reader.tensor(f"{module}.weight").to(device)
     if weight.dtype != torch.float8_e4m3fn:
         return weight.float()
@@ -56,6 +58,13 @@ def load_weight(
     value = dequantize_channel(weight, scale) if source.block is None else dequantize_block(weight, scale, source.block)
     check_finite(reader.folder, f"{module}.weight", value)
     return value
+
+
+def _fits(packed_OW: Tensor, scale_OG: Tensor, group_size: int | None) -> bool:
+    if packed_OW.dtype != torch.int32 or packed_OW.dim() != 2 or group_size is None:
+        return False
+    rows, words = packed_OW.shape
+    return scale_OG.shape == (rows, words * CODES_PER_WORD // group_size) and words * CODES_PER_WORD % group_size == 0
 
 
 def _scale(reader: CheckpointReader, name: str) -> Tensor:

@@ -1,7 +1,8 @@
 """What a source checkpoint is stored as, decided from config and tensor names before any weight is read."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ class SourceFormat:
     block: tuple[int, int] | None = None
     group_size: int | None = None
     fp8_group: Mapping[str, Any] | None = None
-    ignore: tuple[str, ...] = field(default=())
+    ignore: tuple[str, ...] = ()
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -66,9 +67,22 @@ def _block(value: Any, place: Path) -> tuple[int, int]:
     return value[0], value[1]
 
 
+def _ignore(value: Any, place: Path) -> tuple[str, ...]:
+    """A list of modules that are not quantized: names, and regular expressions behind `re:`."""
+    entries = [] if value is None else value
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise CheckpointError(f"{place}: expected a list of names to ignore, found {value!r}. Download it again.")
+    for entry in entries:
+        try:
+            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        except re.error as error:
+            raise CheckpointError(f"{place}: ignores {entry!r}, which is no regular expression ({error}).") from None
+    return tuple(entries)
+
+
 def _fp8(quantization: Mapping[str, Any], place: Path) -> SourceFormat:
     block = _block(quantization.get("weight_block_size"), place)
-    ignore = tuple(quantization.get("modules_to_not_convert") or ())
+    ignore = _ignore(quantization.get("modules_to_not_convert"), place)
     return SourceFormat(
         "fp8-block", f"FP8 in {block[0]}x{block[1]} blocks", "weight_scale_inv", block, None, None, ignore
     )
@@ -76,13 +90,14 @@ def _fp8(quantization: Mapping[str, Any], place: Path) -> SourceFormat:
 
 def _compressed_tensors(quantization: Mapping[str, Any], place: Path) -> SourceFormat:
     groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise CheckpointError(f"{place}: compressed-tensors without config_groups. Download config.json again.")
-    ignore = tuple(quantization.get("ignore") or ())
-    weights = [group.get("weights") or {} for group in groups.values() if isinstance(group, dict)]
+    if not isinstance(groups, dict) or not groups or not all(map(_is_group, groups.values())):
+        raise CheckpointError(f"{place}: compressed-tensors without usable config_groups. Download config.json again.")
+    ignore = _ignore(quantization.get("ignore"), place)
+    weights = [group.get("weights") or {} for group in groups.values()]
     for group in weights:
         if (group.get("type"), group.get("num_bits")) == ("int", 4):
-            if not group.get("symmetric") or group.get("strategy") != "group":
+            size = group.get("group_size")
+            if not group.get("symmetric") or group.get("strategy") != "group" or not isinstance(size, int) or size < 1:
                 raise CheckpointError(f"{place}: only symmetric group-wise INT4 is supported, found {group!r}.")
             return _int4(groups, weights, group, ignore, place)
     if len(weights) == 1 and (weights[0].get("type"), weights[0].get("num_bits")) == ("float", 8):
@@ -95,11 +110,15 @@ def _compressed_tensors(quantization: Mapping[str, Any], place: Path) -> SourceF
     )
 
 
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("weights") or {}, dict)
+
+
 def _int4(
     groups: Mapping[str, Any], weights: list[Any], group: Mapping[str, Any], ignore: tuple[str, ...], place: Path
 ) -> SourceFormat:
     """Already INT4; a second FP8 group is what kvq itself writes."""
-    block = next((_block(w["block_structure"], place) for w in weights if w.get("strategy") == "block"), None)
+    block = next((_block(w.get("block_structure"), place) for w in weights if w.get("strategy") == "block"), None)
     fp8_group = next((g for g in groups.values() if (g.get("weights") or {}).get("type") == "float"), None)
     size = int(group["group_size"])
     return SourceFormat("int4-packed", f"INT4 in groups of {size}", "weight_scale", block, size, fp8_group, ignore)
@@ -122,7 +141,8 @@ def _check_dtypes(index: CheckpointIndex, source: SourceFormat) -> None:
     for name, info in index.tensors.items():
         if info.dtype in ("F8_E4M3", "F8_E5M2"):
             scale = f"{name}_{(source.scale_suffix or 'weight_scale').removeprefix('weight_')}"
-            if source.scale_suffix is None or info.dtype == "F8_E5M2" or len(info.shape) != 2:
+            explained = source.scale_suffix is not None and name.endswith(".weight")
+            if not explained or info.dtype == "F8_E5M2" or len(info.shape) != 2:
                 raise CheckpointError(
                     f"{index.folder / info.shard}: {name} is {info.dtype} {list(info.shape)}, which the config "
                     f"does not "
@@ -140,8 +160,11 @@ def _check_dtypes(index: CheckpointIndex, source: SourceFormat) -> None:
                 f"{index.folder / info.shard}: {name} is {info.dtype}: MXFP4/NVFP4 and other packed formats are not "
                 "supported. Start from the FP8 or BF16 release of this model."
             )
-        elif source.kind == "bf16" and name.endswith(".weight") and info.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(f"{index.folder / info.shard}: {name} is {info.dtype}, expected BF16, F16 or F32.")
+        elif source.kind != "int4-packed" and name.endswith(".weight") and info.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{index.folder / info.shard}: {name} is {info.dtype}, expected BF16, F16, F32 or the FP8 that the "
+                "config describes. Is config.json from another release?"
+            )
 
 
 def _check_scale_shape(index: CheckpointIndex, name: str, scale: str, source: SourceFormat) -> None:

@@ -39,15 +39,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 def read_header(path: Path) -> list[TensorInfo]:
     """Tensors of one file, in file order. Raises CheckpointError when the file is not whole or not safetensors."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(
-                f"{path}: not a whole safetensors file (its header would be {length} bytes, the file has {size}). "
-                "Download this shard again."
-            )
-        text = file.read(length)
+    size, length, text = _read_text(path)
     try:
         entries = json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -57,11 +49,28 @@ def read_header(path: Path) -> list[TensorInfo]:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: the safetensors header is not a JSON object. Download this shard again.")
     entries.pop("__metadata__", None)
+    # An empty tensor starts where the next one does, and comes before it.
     tensors = sorted(
-        (_tensor(path, name, entry, 8 + length) for name, entry in entries.items()), key=lambda t: t.offset
+        (_tensor(path, name, entry, 8 + length) for name, entry in entries.items()), key=lambda t: (t.offset, t.nbytes)
     )
     _check_layout(path, tensors, start=8 + length, size=size)
     return tensors
+
+
+def _read_text(path: Path) -> tuple[int, int, bytes]:
+    """Size of the file, length of its header, the header's text."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError(
+                    f"{path}: not a whole safetensors file (its header would be {length} bytes, the file has {size}). "
+                    "Download this shard again."
+                )
+            return size, length, file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Download this shard again.") from None
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,7 +88,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: header entry {name!r} is not an object. Download this shard again.")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(f"{path}: tensor {name} has dtype {dtype!r}, which kvq does not know.")
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
         raise CheckpointError(f"{path}: tensor {name} has shape {shape!r}. Download this shard again.")

@@ -43,14 +43,20 @@ class CheckpointIndex:
 def load_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError names the file otherwise."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file. Is this a complete checkpoint folder?") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}). Download the file again.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}. Download the file again.")
     return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON, and could not be written again")
 
 
 def load_index(folder: Path) -> CheckpointIndex:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,6 +40,8 @@ def dump_json(value: Any) -> str:
 
 def check_output(out: Path, needed_bytes: int) -> None:
     """Refuse, before anything is read, an output that exists already or a disk that cannot hold it."""
+    if out.name in ("", ".."):
+        raise OutputError(f"{out} is not the name of a new folder. Choose another --out.")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise OutputError(f"{out} exists and is not a folder. Choose another --out.")
     if out.is_dir() and any(out.iterdir()):
@@ -91,7 +94,10 @@ class CheckpointWriter:
         assert not again, f"written twice: {again[:3]}"
         on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         path = self.partial / shard
-        save_file(on_host, path, metadata={"format": "pt"})
+        try:
+            save_file(on_host, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # how the library reports a full disk
+            raise OutputError(f"{path}: writing failed ({error}). Nothing was finished.") from error
         self._sync(path)
         self.weight_map.update(dict.fromkeys(tensors, shard))
         self.total_size += sum(tensor.numel() * tensor.element_size() for tensor in on_host.values())

@@ -1,4 +1,4 @@
-"""GPTQ (https://arxiv.org/abs/2210.17323) over a batch of matrices: scales first, then the column sweep.
+"""GPTQ (https://arxiv.org/abs/2210.17323) over a batch of matrices: scales first, the column sweep, refinement.
 
 Shape suffixes: E = matrices, O = out_features, I = in_features, G = groups.
 """
@@ -9,12 +9,13 @@ from torch import Tensor
 from kvq.errors import QuantizationError
 from kvq.quantize.llmcompressor_backend import gptq_sweep
 from kvq.quantize.qparams import find_scales, to_codes
+from kvq.quantize.refine import refine
 from kvq.quantize.types import Outcome, SolvedBatch, SolverBatch
 from kvq.recipes.schema import Recipe
 
 
 def solve_gptq(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
-    """Codes that minimize the output error column by column, under scales fixed before the sweep.
+    """Codes that minimize the output error column by column under scales fixed before the sweep; then both refined.
 
     A Hessian that is not positive definite is tried again with ten times the dampening, `dampening_steps` times; what
     still fails is rounded to nearest and says so in its outcome. Raises QuantizationError if a result is not finite.
@@ -23,21 +24,43 @@ def solve_gptq(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
     importance_EI = batch.hessian_EII.diagonal(dim1=-2, dim2=-1)
     scale_EOG = find_scales(batch.weight_EOI, importance_EI, recipe)
     codes_EOI = to_codes(batch.weight_EOI, scale_EOG)
-    count = batch.weight_EOI.shape[0]
+    dampening = _sweep_until_solved(batch, codes_EOI, scale_EOG, recipe)
+    solved_E = torch.tensor([value > 0 for value in dampening], device=codes_EOI.device)
+    outcomes: list[Outcome] = ["solved" if value > 0 else "hessian_not_positive_definite" for value in dampening]
+    if recipe.refinement_passes and bool(solved_E.any()):
+        hessian = _dampened(batch.hessian_EII, dampening)[solved_E]
+        codes_EOI[solved_E], scale_EOG[solved_E] = refine(
+            batch.weight_EOI[solved_E], codes_EOI[solved_E], scale_EOG[solved_E], hessian, recipe.refinement_passes,
+            recipe.block_size,
+        )  # fmt: skip
+    return SolvedBatch(codes_EOI, scale_EOG, tuple(outcomes), tuple(dampening))
+
+
+def _dampened(hessian_EII: Tensor, dampening: list[float]) -> Tensor:
+    """The Hessian that the sweep factorized: dampening times the mean diagonal added to the diagonal."""
+    dampened = hessian_EII.clone()
+    diagonal_EI = dampened.diagonal(dim1=-2, dim2=-1)
+    fraction_E = torch.tensor(dampening, dtype=dampened.dtype, device=dampened.device)
+    diagonal_EI += (fraction_E * diagonal_EI.mean(dim=-1)).unsqueeze(-1)
+    return dampened
+
+
+def _sweep_until_solved(batch: SolverBatch, codes_EOI: Tensor, scale_EOG: Tensor, recipe: Recipe) -> list[float]:
+    """Codes in place; for each matrix the dampening that worked, 0 where none did (its codes stay rounded)."""
+    count = codes_EOI.shape[0]
     dampening = [0.0] * count
-    open_E = torch.arange(count, device=codes_EOI.device)
+    assert batch.hessian_EII is not None
+    # A Hessian without any input has nothing to solve by, and no dampening helps it.
+    open_E = torch.nonzero(batch.hessian_EII.diagonal(dim1=-2, dim2=-1).sum(dim=-1) > 0).flatten()
     for step in range(recipe.dampening_steps + 1):
+        if open_E.numel() == 0:
+            break
         damp = min(1.0, recipe.dampening_frac * 10.0**step)
         failed = _sweep(batch, codes_EOI, scale_EOG, open_E, recipe, damp)
         for index in open_E[~failed].tolist():
             dampening[index] = damp
         open_E = open_E[failed]
-        if open_E.numel() == 0:
-            break
-    outcomes: list[Outcome] = ["solved"] * count
-    for index in open_E.tolist():
-        outcomes[index] = "hessian_not_positive_definite"
-    return SolvedBatch(codes_EOI, scale_EOG, tuple(outcomes), tuple(dampening))
+    return dampening
 
 
 def _sweep(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq.errors import QuantizationError
 from kvq.recipes.schema import Recipe
 
 
@@ -40,9 +41,16 @@ def gptq_sweep(
 ) -> tuple[Tensor, Tensor]:
     """Fake-quantized weights [E, O, I] in float32, and for each matrix whether its Hessian was not positive definite
     (its weights are then rounded to nearest). The arguments are not changed.
+
+    Raises QuantizationError for a Hessian with NaN or Inf, which LAPACK may let through the first factorization.
     """
     hessian = hessian_EII.clone()
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    if not bool(torch.isfinite(diagonal).all()):
+        raise QuantizationError(
+            "a Hessian holds NaN or Inf: the activations are extreme. Look at the calibration data, or use "
+            "--set solver=rtn."
+        )
     # Every column gets a positive diagonal, so that the backend finds no column "dead".
     floor_E1 = diagonal.mean(dim=-1, keepdim=True) * dampening_frac
     diagonal.copy_(torch.where(diagonal > 0, diagonal, floor_E1.clamp(min=torch.finfo(hessian.dtype).tiny)))

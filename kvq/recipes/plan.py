@@ -111,6 +111,8 @@ def _is_plain_linear(plan: TensorPlan) -> bool:
     """A BF16 matrix of a linear module (and not an embedding or a norm)."""
     return (
         len(plan.shape) == 2
+        and plan.name.endswith(".weight")
+        and not plan.name.endswith("embed_tokens.weight")
         and plan.dtype in ("BF16", "F16", "F32")
         and plan.tensor_class not in ("embeddings", "vision")
     )
@@ -150,7 +152,7 @@ def _plan_tensors(
         if kind == "routed experts" and name.endswith(".weight"):
             yield from _packed(recipe, name.removesuffix(".weight"), info.shape, shard, _sources(name, source, index))
         elif kind == "routed experts" and source.scale_suffix and name.endswith("." + source.scale_suffix):
-            continue  # consumed with its weight
+            _check_scaled(name, source, index)  # consumed with its weight
         elif kind == "routed experts":
             raise CheckpointError(f"{index.folder}: unexpected tensor {name}: kvq knows weights and scales of experts.")
         else:
@@ -192,8 +194,7 @@ def _rest(
         else:
             yield keep
     elif source.scale_suffix and name.endswith("." + source.scale_suffix):
-        if index[_weight_of(name, source)].dtype != "F8_E4M3":
-            raise CheckpointError(f"{index.folder}: {name} is a scale, but its weight is not FP8.")
+        _check_scaled(name, source, index)
         if not to_bf16:
             # compressed-tensors calls the same multiplier weight_scale; the bytes stay
             new_name = f"{name.removesuffix(source.scale_suffix)}weight_scale"
@@ -202,8 +203,9 @@ def _rest(
         yield keep
 
 
-def _weight_of(scale_name: str, source: SourceFormat) -> str:
-    return f"{scale_name.removesuffix(source.scale_suffix or '')}weight"
+def _check_scaled(scale_name: str, source: SourceFormat, index: CheckpointIndex) -> None:
+    if index[f"{scale_name.removesuffix(source.scale_suffix or '')}weight"].dtype != "F8_E4M3":
+        raise CheckpointError(f"{index.folder}: {scale_name} is a scale, but its weight is not FP8.")
 
 
 def _shard_names(facts: ModelFacts, index: CheckpointIndex) -> dict[int | None, str]:
@@ -214,28 +216,41 @@ def _shard_names(facts: ModelFacts, index: CheckpointIndex) -> dict[int | None, 
 
 
 def _check_experts(facts: ModelFacts, index: CheckpointIndex) -> None:
-    """Every routed expert of every MoE layer must be there with the shape that the config says."""
+    """Every routed expert of every MoE layer must be there with the shape that the config says, and no other."""
+    modules = set()
     for layer in facts.moe_layers:
         for expert in range(facts.num_experts):
             for projection in PROJECTIONS:
+                modules.add(facts.expert_module(layer, expert, projection))
                 info = index[f"{facts.expert_module(layer, expert, projection)}.weight"]
                 if info.shape != facts.expert_shape(projection):
                     raise CheckpointError(
                         f"{index.folder / info.shard}: {info.name} is {list(info.shape)}, the config says "
                         f"{list(facts.expert_shape(projection))}."
                     )
+    _check_layers(facts, index)
+    for name in index.tensors:
+        if tensor_class(name, facts) == "routed experts" and name.rsplit(".", 1)[0] not in modules:
+            raise CheckpointError(
+                f"{index.folder}: there is a tensor {name}, but config.json says {facts.num_experts} experts in each "
+                f"layer from {facts.first_moe_layer} on. Is config.json from another release?"
+            )
+
+
+def _check_layers(facts: ModelFacts, index: CheckpointIndex) -> None:
+    """There must be tensors of every layer that the config counts, and of the ends of the model, and of no other."""
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        index[facts.arch.prefix + name]  # raises when absent
     layers = {layer for layer in map(facts.layer_of, index.tensors) if layer is not None}
-    unknown = sorted(layers - set(range(facts.num_layers + facts.num_mtp_layers)))
+    expected = set(range(facts.num_layers + facts.num_mtp_layers))
+    unknown, absent = sorted(layers - expected), sorted(expected - layers)
+    if absent:
+        raise CheckpointError(f"{index.folder}: there is no tensor of layer {absent[0]}. Download the folder again.")
     if unknown:
         raise CheckpointError(
             f"{index.folder}: there are tensors of layer {unknown[0]}, but config.json counts {facts.num_layers} "
             f"layers and "
             f"{facts.num_mtp_layers} MTP layers (num_nextn_predict_layers). Is config.json from another release?"
-        )
-    extra = facts.expert_module(facts.first_moe_layer, facts.num_experts, "down_proj") + ".weight"
-    if extra in index:
-        raise CheckpointError(
-            f"{index.folder}: there is a tensor {extra}, but config.json says {facts.num_experts} experts."
         )
 
 

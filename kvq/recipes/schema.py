@@ -18,9 +18,9 @@ LIBRARY = resources.files("kvq.recipes") / "library"
 class Recipe(BaseModel):
     """One way to quantize the routed experts. The strings under the fields are their documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    name: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Equals the file name in the library; goes into the output's name, the manifest and the card."""
     solver: Literal["gptq", "rtn"] = "gptq"
     """gptq corrects each column's rounding error in the columns after it; rtn rounds to nearest and needs no data."""
@@ -36,11 +36,13 @@ class Recipe(BaseModel):
     """static solves the columns with the largest activations first; nothing of it is stored."""
     block_size: Literal[32, 64, 128, 256] = 128
     """Columns per block of the GPTQ sweep. A matter of speed, not of the result (up to float rounding)."""
-    dampening_frac: float = Field(default=0.01, gt=0, le=1)
+    dampening_frac: float = Field(default=0.03, gt=0, le=1)
     """Added to the Hessian's diagonal, as a fraction of its mean."""
     dampening_steps: int = Field(default=3, ge=0, le=8)
     """How often the dampening is multiplied by ten when a Hessian is not positive definite, before round-to-nearest."""
-    hessian_blend_tokens: float = Field(default=64, ge=0)
+    refinement_passes: int = Field(default=2, ge=0, le=16)
+    """How often scales are refitted and codes reconsidered after the sweep, under the same Hessian."""
+    hessian_blend_tokens: float = Field(default=256, ge=0)
     """Weight of the layer-wide Hessian in an expert's own: b / (b + tokens of the expert)."""
     propagate_error: bool = True
     """Later layers are calibrated on what the quantized earlier layers give out."""
@@ -94,18 +96,17 @@ def override(recipe: Recipe, settings: Sequence[str]) -> Recipe:
             raise RecipeError(f"--set {setting}: expected key=value with one of {keys}.")
         try:
             values[key] = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise RecipeError(f"--set {setting}: {text!r} is not a YAML value.") from None
-    if values == recipe.model_dump():
-        return recipe
+    changed = _validate(values, "--set")
     base = recipe.name.removesuffix("-modified")
-    return _validate({**values, "name": f"{base}-modified"}, "--set")
+    return recipe if changed == recipe else changed.model_copy(update={"name": f"{base}-modified"})
 
 
 def _parse(text: str, place: str) -> Recipe:
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{place}: not valid YAML ({' '.join(str(error).split())}).") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{place}: expected a mapping of recipe fields, found {type(values).__name__}.")

@@ -52,19 +52,20 @@ def rest_group(source: SourceFormat) -> dict[str, Any] | None:
 
 
 def quantization_config(recipe: Recipe, source: SourceFormat, unquantized: Iterable[str]) -> dict[str, Any]:
-    """The whole object. `unquantized` are the names of linear modules left in BF16; only patterns that match one of
-    them are written, so that no ignore entry is dead."""
+    """The whole object. `unquantized` are the names of linear modules left in BF16. Only patterns that match one of
+    them are written, so that no ignore entry is dead, and those that no pattern matches are named one by one."""
     groups: dict[str, Any] = {"group_0": experts_group(recipe)}
     rest = rest_group(source) if recipe.rest == "keep" else None
     ignore: list[str] = []
     if rest is not None:
         groups["group_1"] = rest
         names = list(unquantized)
-        ignore = [
-            pattern
+        matches = {
+            pattern: [name for name in names if f".{name}".endswith(tuple(f".{suffix}" for suffix in suffixes))]
             for pattern, suffixes in UNQUANTIZED_PATTERNS.items()
-            if any(name == suffix or name.endswith("." + suffix) for name in names for suffix in suffixes)
-        ]
+        }
+        ignore = [pattern for pattern, matched in matches.items() if matched]
+        ignore += sorted(set(names).difference(*matches.values()))
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups, "ignore": ignore, "kv_cache_scheme": None,

@@ -1,0 +1,47 @@
+# make demo: environment, a small quantization, its checks. make test: environment, style, types, tests.
+# Everything goes into .venv; nothing else on the machine is touched.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+DEMO_SOURCE = examples/tiny-glm-5-fp8
+DEMO_OUT = demo-out/tiny-glm-5-int4
+
+.PHONY: demo test style quality unit test-gpu build clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "kvq needs Python 3.11 to 3.13, found " + sys.version.split()[0] + "; give one with make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/installed
+	rm -rf demo-out
+	$(BIN)/kvq quantize $(DEMO_SOURCE) --w int4 --set max_seq_length=512 --out $(DEMO_OUT)
+	$(BIN)/kvq verify $(DEMO_OUT) --source $(DEMO_SOURCE)
+	$(BIN)/kvq evaluate $(DEMO_OUT) --source $(DEMO_SOURCE) --data examples/held-out.jsonl
+
+test: quality unit
+
+quality: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/installed
+	$(BIN)/python -m pytest -m gpu
+
+style: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+build: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+clean:
+	rm -rf $(VENV) demo-out dist build .pytest_cache .mypy_cache .ruff_cache

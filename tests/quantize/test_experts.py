@@ -1,0 +1,199 @@
+"""LayerSolver: which statistics each expert gets, what is written, and what the layer gives out.
+
+Shape suffixes: T = tokens, H = hidden size, I = expert width, J = 2 I, E = experts, C = columns.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvq.quantize import experts as experts_module
+from kvq.quantize.experts import SolvedLayer
+from kvq.quantize.types import ModuleResult
+from tests import reference
+from tests.quantize.problems import recipe
+from tests.quantize.tiny_layer import (
+    HIDDEN,
+    INTER,
+    NOBODY,
+    NUM_EXPERTS,
+    ONE,
+    PROJECTIONS,
+    TWO,
+    SpySolver,
+    TinyLayer,
+    expected_moments,
+    tiny_layer,
+    written_down,
+    written_gate_up,
+    written_weight,
+)
+
+
+@pytest.fixture
+def layer() -> TinyLayer:
+    return tiny_layer()
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> SpySolver:
+    solver = SpySolver()
+    solver.install(monkeypatch)
+    return solver
+
+
+def close(found: Tensor, expected: Tensor, rtol: float = 1e-5) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), rtol=rtol, atol=rtol * float(expected.abs().max()))
+
+
+def results(solved: SolvedLayer) -> dict[str, ModuleResult]:
+    return {result.name: result for result in solved.results}
+
+
+def test_the_layer_has_what_the_tests_are_about(layer: TinyLayer) -> None:
+    counts = [layer.tokens(expert).shape[0] for expert in range(NUM_EXPERTS)]
+    assert (counts[NOBODY], counts[ONE], counts[TWO]) == (0, 1, 2)
+    assert min(counts[1], counts[2], counts[4]) > 10
+
+
+@pytest.mark.parametrize("blend_tokens", [0, 4, 64.5])
+def test_gate_and_up_share_one_blended_hessian(layer: TinyLayer, spy: SpySolver, blend_tokens: float) -> None:
+    layer.solve(recipe(hessian_blend_tokens=blend_tokens))
+    inputs = [layer.tokens(expert) for expert in range(NUM_EXPERTS)]
+    mean_HH = reference.moment_sum(layer.x_TH) / layer.x_TH.shape[0]
+    # One Hessian for the 2 I stacked rows of gate and up.
+    assert spy.calls[0][0].weight_EOI.shape == (NUM_EXPERTS, 2 * INTER, HIDDEN)
+    close(spy.hessians(2 * INTER), expected_moments(inputs, mean_HH, blend_tokens))
+
+
+@pytest.mark.parametrize("blend_tokens", [0, 4, 64.5])
+@pytest.mark.parametrize("propagate", [True, False])
+def test_down_s_hessian_comes_from_what_gate_and_up_give(
+    layer: TinyLayer, spy: SpySolver, propagate: bool, blend_tokens: float
+) -> None:
+    solved = layer.solve(recipe(propagate_error=propagate, hessian_blend_tokens=blend_tokens))
+    used_EJH = written_gate_up(solved.tensors) if propagate else layer.gate_up_EJH
+    inputs = [reference.gated_activation(layer.tokens(e), used_EJH[e]) for e in range(NUM_EXPERTS)]
+    routed_II = reference.moment_sum(torch.cat(inputs)) / layer.expert_TK.numel()
+    close(spy.hessians(HIDDEN), expected_moments(inputs, routed_II, blend_tokens), rtol=1e-4)
+
+
+def test_quantized_and_original_gate_up_give_different_hessians(
+    layer: TinyLayer, spy: SpySolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer.solve(recipe(propagate_error=True))
+    other = SpySolver()
+    other.install(monkeypatch)
+    layer.solve(recipe(propagate_error=False))
+    assert torch.equal(spy.hessians(2 * INTER), other.hessians(2 * INTER))
+    change = (spy.hessians(HIDDEN) - other.hessians(HIDDEN)).norm() / other.hessians(HIDDEN).norm()
+    assert change > 1e-2
+
+
+def test_what_is_written_is_what_was_solved(layer: TinyLayer, spy: SpySolver) -> None:
+    solved = layer.solve(recipe())
+    (_, gate_up), (_, down) = spy.calls
+    for expert in range(NUM_EXPERTS):
+        parts = {
+            "gate_proj": (gate_up, slice(0, INTER)),
+            "up_proj": (gate_up, slice(INTER, 2 * INTER)),
+            "down_proj": (down, slice(0, HIDDEN)),
+        }
+        for projection, (batch, rows) in parts.items():
+            name = f"e{expert}.{projection}.weight"
+            assert torch.equal(reference.unpack(solved.tensors[f"{name}_packed"]), batch.codes_EOI[expert, rows])
+            assert torch.equal(solved.tensors[f"{name}_scale"], batch.scale_EOG[expert, rows])
+    assert len(solved.tensors) == 3 * 3 * NUM_EXPERTS
+
+
+@pytest.mark.parametrize("blend_tokens", [0, 64])
+@pytest.mark.parametrize("expert", [NOBODY, ONE, TWO])
+def test_starved_experts_are_solved_and_not_zeroed(layer: TinyLayer, expert: int, blend_tokens: float) -> None:
+    solved = layer.solve(recipe(hessian_blend_tokens=blend_tokens))
+    originals = dict(zip(PROJECTIONS, (*layer.gate_up_EJH[expert].chunk(2), layer.down_EHI[expert]), strict=True))
+    for projection, original_OI in originals.items():
+        written_OI = written_weight(solved.tensors, expert, projection)
+        assert bool(torch.isfinite(written_OI).all())
+        # Far from zeroed, column by column: 4-bit rounding moves a weight by a tenth of the typical size.
+        share_I = (written_OI - original_OI).norm(dim=0) / original_OI.norm(dim=0)
+        assert float(share_I.max()) < 0.6
+        result = results(solved)[f"e{expert}.{projection}"]
+        assert (result.outcome, result.num_tokens) == ("solved", layer.tokens(expert).shape[0])
+
+
+@pytest.mark.parametrize("propagate", [True, False])
+def test_output_equals_the_plain_forward(layer: TinyLayer, propagate: bool) -> None:
+    solved = layer.solve(recipe(propagate_error=propagate))
+    assert solved.output_TH is not None and solved.output_TH.dtype == torch.float32
+    written = written_gate_up(solved.tensors), written_down(solved.tensors)
+    used = written if propagate else (layer.gate_up_EJH, layer.down_EHI)
+    close(solved.output_TH, layer.forward(*used), rtol=1e-5)
+
+
+def test_results_say_what_happened(layer: TinyLayer, spy: SpySolver) -> None:
+    solved = layer.solve(recipe(hessian_blend_tokens=8))
+    assert sorted(results(solved)) == sorted(f"e{e}.{p}" for e in range(NUM_EXPERTS) for p in PROJECTIONS)
+    hessians = {"gate_proj": spy.hessians(2 * INTER), "up_proj": spy.hessians(2 * INTER)}
+    hessians["down_proj"] = spy.hessians(HIDDEN)
+    for expert in range(NUM_EXPERTS):
+        count = layer.tokens(expert).shape[0]
+        originals = dict(zip(PROJECTIONS, (*layer.gate_up_EJH[expert].chunk(2), layer.down_EHI[expert]), strict=True))
+        for projection, original_OI in originals.items():
+            result, hessian_CC = results(solved)[f"e{expert}.{projection}"], hessians[projection][expert]
+            assert result.num_tokens == count
+            assert result.blend_weight == pytest.approx(8 / (8 + count))
+            assert result.dampening_frac == pytest.approx(0.01)
+            delta_OI = written_weight(solved.tensors, expert, projection) - original_OI
+            whole = reference.output_error(original_OI, hessian_CC)
+            error = (reference.output_error(delta_OI, hessian_CC) / whole) ** 0.5
+            assert result.relative_output_error == pytest.approx(error, rel=1e-3)
+            weight_error = float(delta_OI.norm() / original_OI.double().norm())
+            assert result.relative_weight_error == pytest.approx(weight_error, rel=1e-4)
+
+
+def test_failed_matrices_are_named(layer: TinyLayer) -> None:
+    hopeless = recipe(dampening_frac=1e-9, dampening_steps=0, hessian_blend_tokens=0)
+    found = results(layer.solve(hopeless))
+    # Two tokens and no borrowing: a Hessian of rank two.
+    for projection in PROJECTIONS:
+        assert found[f"e{TWO}.{projection}"].outcome == "hessian_not_positive_definite"
+
+
+@pytest.mark.parametrize("solver", ["gptq", "rtn"])
+@pytest.mark.parametrize("propagate", [True, False])
+def test_chunks_do_not_change_the_result(
+    layer: TinyLayer, monkeypatch: pytest.MonkeyPatch, propagate: bool, solver: str
+) -> None:
+    settings = recipe(propagate_error=propagate, solver=solver)
+    whole = layer.solve(settings)
+    layer.asked.clear()
+    monkeypatch.setitem(experts_module.CHUNK_BYTES, "cpu", 1)
+    cut = layer.solve(settings)
+    assert {tuple(asked) for asked in layer.asked} == {(expert,) for expert in range(NUM_EXPERTS)}
+    assert whole.tensors.keys() == cut.tensors.keys()
+    assert all(torch.equal(tensor, cut.tensors[name]) for name, tensor in whole.tensors.items())
+    assert whole.output_TH is not None and cut.output_TH is not None
+    close(cut.output_TH, whole.output_TH, rtol=1e-6)
+    for name, result in results(whole).items():
+        other = results(cut)[name]
+        assert (result.outcome, result.num_tokens, result.blend_weight) == (
+            other.outcome, other.num_tokens, other.blend_weight,
+        )  # fmt: skip
+        assert result.relative_weight_error == pytest.approx(other.relative_weight_error, rel=1e-4)
+
+
+def test_without_data_all_is_rounded(layer: TinyLayer) -> None:
+    solved = layer.solve(recipe(solver="rtn"), with_data=False)
+    assert solved.output_TH is None
+    for result in solved.results:
+        assert (result.outcome, result.num_tokens, result.blend_weight) == ("rounded", None, None)
+        assert (result.dampening_frac, result.relative_output_error) == (None, None)
+        assert 0 < result.relative_weight_error < 0.3
+    assert len(solved.results) == 3 * NUM_EXPERTS
+
+
+def test_inputs_are_not_changed(layer: TinyLayer) -> None:
+    kept = layer.x_TH.clone(), layer.gate_up_EJH.clone(), layer.down_EHI.clone(), layer.weight_TK.clone()
+    layer.solve(recipe())
+    now = layer.x_TH, layer.gate_up_EJH, layer.down_EHI, layer.weight_TK
+    assert all(torch.equal(value, before) for value, before in zip(now, kept, strict=True))
