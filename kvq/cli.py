@@ -4,12 +4,15 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvq import __version__
 from kvq.errors import KvqError, OutputError, RecipeError, VerificationError
+
+if TYPE_CHECKING:
+    from kvq.recipes.models import KnownModel
 
 INTERRUPTED = 130
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
@@ -60,16 +63,15 @@ def quantize(
     """Quantize the routed experts to INT4 and keep everything else as it is."""
     from kvq.checkpoint.source import resolve_source
     from kvq.console import RunProgress, plan_dict, show_plan, show_result
-    from kvq.recipes.models import known_models
     from kvq.recipes.schema import load_recipe, override
 
     if w is not None and recipe is not None:
         raise RecipeError("--w and --recipe both name a recipe; give one of them.")
-    known = known_models().get(model)
+    known = _known(model)
     chosen = override(load_recipe(w or recipe or (known.default_recipe if known else "int4")), set_ or [])
     started = time.monotonic()
     source = resolve_source(known.hub if known else model, revision)
-    folder = out or Path(f"{(model if known else source.id).rstrip('/').rsplit('/', 1)[-1]}-{chosen.name}")
+    folder = out or Path(f"{model if known else source.name}-{chosen.name}")
 
     from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
 
@@ -116,11 +118,10 @@ def verify(
     """Check a written checkpoint from its files alone, and against its source if given."""
     from kvq.checkpoint.source import resolve_source
     from kvq.console import show_verification
-    from kvq.recipes.models import known_models
     from kvq.verify.checks import verify_checkpoint
 
-    known = known_models()
-    origin = resolve_source(known[source].hub if source in known else source).folder if source else None
+    known = _known(source) if source else None
+    origin = resolve_source(known.hub if known else source).folder if source else None
     report = verify_checkpoint(folder, origin, lambda done, total: None)
     if as_json:
         _print_json(report.as_dict())
@@ -161,6 +162,13 @@ def evaluate(
         show_distance(distance, str(folder), str(source))
 
 
+def _known(model: str) -> "KnownModel | None":
+    """The row of an alias. A folder of that name comes first, as it does before a Hub id."""
+    from kvq.recipes.models import known_models
+
+    return None if Path(model).expanduser().is_dir() else known_models().get(model)
+
+
 def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
@@ -172,9 +180,10 @@ def main() -> None:
     except KvqError as error:
         typer.echo(f"kvq: {error}", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("kvq: interrupted; nothing was finished. <out>.partial may be removed.", err=True)
-        sys.exit(INTERRUPTED)
+    except SystemExit as stop:  # typer turns Ctrl-C into this, without a word
+        if stop.code == INTERRUPTED:
+            typer.echo("kvq: interrupted; nothing was finished. <out>.partial may be removed.", err=True)
+        raise
     except OSError as error:
         typer.echo(f"kvq: {error}", err=True)
         sys.exit(OutputError.exit_code)

@@ -167,6 +167,8 @@ def show_result(manifest: Mapping[str, Any], out: Path, seconds: float, peak: Ma
         )
         few = f"{summary['num_experts_below_64_tokens']} of {summary['num_experts']} experts saw fewer than 64 tokens"
         table.add_row("coverage", few)
+        for name, tokens in list(summary["experts_with_fewest_tokens"].items())[:3]:
+            table.add_row("few tokens", f"{name}: {tokens} (solved mostly by its layer's statistics)")
     table.add_row("fallbacks", f"{summary['num_fallbacks']} modules rounded to nearest after a failed factorization")
     serving = manifest["serving"]
     table.add_row(

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from kvq.calibration.activations import ActivationStore
 from kvq.calibration.dataset import TokenSet, load_packed
 from kvq.calibration.experts import RoutingRecorder, sort_by_expert
-from kvq.calibration.forward import ModelRunner, pick_device
+from kvq.calibration.forward import ModelRunner, check_complete, pick_device
 from kvq.checkpoint.dequant import load_weight
+from kvq.checkpoint.index import MANIFEST_NAME
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json
-from kvq.errors import CalibrationError, QuantizationError
-from kvq.publish.manifest import MANIFEST_NAME, RunRecord, build_manifest
+from kvq.errors import CalibrationError, OutputError, QuantizationError
+from kvq.publish.manifest import RunRecord, build_manifest, manifest_text
 from kvq.quantize.experts import Capture, LayerSolver, SolvedLayer
 from kvq.quantize.types import FALLBACKS, ModuleResult
 from kvq.recipes.plan import QuantPlan, TensorPlan, resolve_plan
@@ -71,7 +72,13 @@ def prepare(
     chosen = pick_device(device)
     reader = CheckpointReader(source.folder)
     plan = resolve_plan(recipe, reader.config, reader.index)
+    if not plan.pass_through:
+        check_complete(reader, plan.facts)
     prepared = Prepared(source, reader, plan, out, chosen, target, calibration)
+    if out.resolve().is_relative_to(source.folder.resolve()):
+        raise OutputError(
+            f"{out} lies inside the source {source.folder}, which kvq never changes. Choose another --out."
+        )
     side_bytes = bytes_of(source.folder / path for path in prepared.side_files)
     check_output(out, plan.output_bytes + side_bytes)
     return prepared
@@ -79,8 +86,9 @@ def prepare(
 
 def quantize_checkpoint(prepared: Prepared, progress: Progress) -> dict[str, object]:
     """Run it. Gives the manifest that was written. An error leaves `<out>.partial` and no `<out>`."""
-    with CheckpointWriter(prepared.out) as writer:
-        run = Run(prepared, writer, progress)
+    run = Run(prepared, CheckpointWriter(prepared.out), progress)
+    run.load_calibration()  # before anything is written
+    with run.writer:
         if prepared.plan.pass_through:
             run.copy_shards()
         else:
@@ -117,7 +125,7 @@ class Run:
         shards = self.plan.shard_tensors()
         by_layer = {facts.layer_of(tensors[0].name): (shard, tensors) for shard, tensors in shards.items()}
         runner = ModelRunner(reader, self.prepared.device)
-        store = self._load_calibration(runner)
+        store = None if self.tokens is None else runner.embed(self.tokens.tokens_NS)
         total = facts.num_layers + facts.num_mtp_layers
         self.progress.stage(None, total, "writing embeddings and head")
         self._write_shard(*by_layer[None], {})
@@ -129,10 +137,11 @@ class Run:
             reader.release()
             self.progress.layer_done(layer, total)
 
-    def _load_calibration(self, runner: ModelRunner) -> ActivationStore | None:
+    def load_calibration(self) -> None:
+        """The data, where it is needed."""
         recipe = self.plan.recipe
-        if not recipe.needs_calibration:
-            return None
+        if self.plan.pass_through or not recipe.needs_calibration:
+            return
         vocab_size = int(self.plan.facts.text_config["vocab_size"])
         self.tokens = load_packed(
             self.prepared.reader.folder,
@@ -141,7 +150,6 @@ class Run:
             recipe.num_calibration_samples,
             recipe.max_seq_length,
         )
-        return runner.embed(self.tokens.tokens_NS)
 
     def _layer(self, runner: ModelRunner, layer: int, store: ActivationStore | None) -> SolvedLayer:
         """Forward (where data is used), solve, and leave the layer's output in the store."""
@@ -223,7 +231,7 @@ class Run:
         self.writer.add_index()
         record = RunRecord(self.prepared.source, self.prepared.target, str(self.prepared.device.type), self.tokens)
         manifest = build_manifest(plan, record, self.results, self.writer.sha256)
-        self.writer.add_text(MANIFEST_NAME, dump_json(manifest))
+        self.writer.add_text(MANIFEST_NAME, manifest_text(manifest))
         self.writer.publish()
         return manifest
 

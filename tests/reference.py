@@ -4,7 +4,7 @@ One matrix at a time, one column at a time, no blocks and no Cholesky factor, so
 twin in this file.
 
 Shape suffixes: O = out_features, I = in_features, G = groups of columns, W = words of 8 codes, T = tokens,
-H = hidden size, J = 2 I (gate rows, then up rows), K = experts per token, E = experts.
+H = hidden size, J = 2 I (gate rows, then up rows), K = experts per token, E = experts, P, Q = tiles down and across.
 """
 
 from collections.abc import Sequence
@@ -175,9 +175,9 @@ def moe_forward(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EJH:
 
 
 def dequantize_blocks(w_OI: Tensor, scale_PQ: Tensor, block: tuple[int, int]) -> Tensor:
-    """FP8 values times the scale of their tile; exact in float32."""
+    """FP8 values times the scale of their tile, of which the last may be partial; exact in float32."""
     value_OI = w_OI.float()
-    for row in range(w_OI.shape[0]):
-        for column in range(w_OI.shape[1]):
-            value_OI[row, column] *= scale_PQ[row // block[0], column // block[1]]
+    for p in range(scale_PQ.shape[0]):
+        for q in range(scale_PQ.shape[1]):
+            value_OI[p * block[0] : (p + 1) * block[0], q * block[1] : (q + 1) * block[1]] *= scale_PQ[p, q]
     return value_OI

@@ -48,7 +48,8 @@ def read_rows(file: Path | None) -> list[dict[str, Any]]:
         text = place.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{place}: cannot be read ({error}). Give a JSON-lines file with `text` rows.") from None
-    rows = [_row(place, number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for the end of a line.
+    rows = [_row(place, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
         raise CalibrationError(
             f"{place}: holds no rows. Give a JSON-lines file with `text`, `messages` or `input_ids` rows."
@@ -95,6 +96,8 @@ class RowEncoder:
         text = row.get("text")
         if not isinstance(text, str):
             text = self._render(row, place)
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise CalibrationError(f"{place}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not text.")
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -103,7 +106,7 @@ class RowEncoder:
 
         try:
             text = self._tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise CalibrationError(
                 f"{place}: the model's chat template cannot render these messages ({type(error).__name__}: {error})."
             ) from None

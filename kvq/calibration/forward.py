@@ -54,6 +54,19 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+MTP_TENSORS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+
+
+def check_complete(reader: CheckpointReader, facts: ModelFacts) -> None:
+    """Raise CheckpointError if any layer lacks a tensor that its module has: now, not hours into the run."""
+    config = transformers_door.build_config(facts, reader.folder)
+    for layer in range(facts.num_layers + facts.num_mtp_layers):
+        module = transformers_door.build_layer(facts.arch, config, layer)
+        names = [name for name in module.state_dict() if not name.startswith("mlp.experts.")]
+        for name in (*names, *(MTP_TENSORS if layer in facts.mtp_layers else ())):
+            _ = reader.index[facts.layer_prefix(layer) + name]
+
+
 @dataclass(eq=False)
 class ModelRunner:
     """Reads, fills and runs single layers. Weights leave with the returned module; only the rotary table stays."""

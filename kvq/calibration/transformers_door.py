@@ -1,5 +1,9 @@
-"""The one module that imports transformers: tokenizer, config, and the modules of a decoder layer, built on meta."""
+"""Everything from transformers: tokenizer, config, and the modules of a decoder layer, built on meta.
 
+Besides this module only tiktoken_door, which it calls, imports transformers.
+"""
+
+import copy
 import importlib
 import logging
 from pathlib import Path
@@ -22,12 +26,16 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         if (folder / "tokenizer.json").exists():
             return PreTrainedTokenizerFast.from_pretrained(folder)
+        if (folder / "tiktoken.model").exists():
+            from kvq.calibration.tiktoken_door import load_kimi_tokenizer
+
+            return load_kimi_tokenizer(folder)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CalibrationError(
-            f"{folder}: the tokenizer cannot be loaded without running the checkpoint's code "
-            f"({str(error).splitlines()[0]}). "
-            "Give calibration rows with `input_ids`, or add a tokenizer.json."
+            f"{folder}: the tokenizer cannot be loaded ({reason}); the checkpoint's own code is never run. "
+            "Give calibration rows with `input_ids`, or mend tokenizer.json."
         ) from None
 
 
@@ -39,7 +47,7 @@ def build_config(facts: ModelFacts, place: Path) -> Any:
     from transformers import AutoConfig
 
     drop = {"quantization_config", "model_type", "auto_map", "architectures", "torch_dtype", "dtype"}
-    values = {key: value for key, value in facts.text_config.items() if key not in drop}
+    values = copy.deepcopy({key: value for key, value in facts.text_config.items() if key not in drop})
     try:
         config = AutoConfig.for_model(facts.arch.transformers_type, **values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -10,6 +10,7 @@ from kvq.checkpoint.header import TensorInfo, read_header
 from kvq.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
+MANIFEST_NAME = "kvq-manifest.json"  # what kvq leaves beside the weights it writes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """MODEL on the command line -> a local folder, with where it came from. The Hub's only way in."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,11 @@ class Source:
     folder: Path
     id: str
     revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The repository's or the folder's own name, without its owner or place."""
+        return self.id.rsplit("/", 1)[-1] if self.revision else Path(os.path.abspath(self.folder)).name
 
 
 def resolve_source(model: str, revision: str | None = None) -> Source:

@@ -3,6 +3,7 @@
 It holds no time of day and no path of this machine, so the same run gives the same bytes.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,6 @@ from kvq.publish.serving import serving_notes
 from kvq.quantize.types import FALLBACKS, ModuleResult
 from kvq.recipes.plan import QuantPlan
 
-MANIFEST_NAME = "kvq-manifest.json"
 MANIFEST_VERSION = 1
 NUMERIC_PACKAGES = ("torch", "transformers", "compressed-tensors", "llmcompressor", "safetensors")
 FEW_TOKENS = 64
@@ -31,6 +31,22 @@ class RunRecord:
     tokens: TokenSet | None
 
 
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """JSON with a line for each tensor, module and file: large checkpoints have hundreds of thousands of them."""
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {_value_text(value)}" for key, value in manifest.items()) + "\n}\n"
+
+
+def _value_text(value: Any) -> str:
+    def line(item: Any) -> str:
+        return json.dumps(item, ensure_ascii=False, allow_nan=False)
+
+    if isinstance(value, dict) and value:
+        return "{\n" + ",\n".join(f"    {line(key)}: {line(item)}" for key, item in value.items()) + "\n  }"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"    {line(item)}" for item in value) + "\n  ]"
+    return line(value)
+
+
 def build_manifest(
     plan: QuantPlan, record: RunRecord, results: Iterable[ModuleResult], sha256: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -41,7 +57,7 @@ def build_manifest(
         "kvq_version": __version__,
         "versions": {name: _version(name) for name in NUMERIC_PACKAGES},
         "source": {
-            "id": record.source.id if record.source.revision else record.source.folder.name,
+            "id": record.source.id if record.source.revision else record.source.name,
             "revision": record.source.revision,
             "format": plan.source.title,
             "model_type": plan.facts.arch.model_type,

@@ -37,7 +37,7 @@ def solve_gptq(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
 
 
 def _dampened(hessian_EII: Tensor, dampening: list[float]) -> Tensor:
-    """The Hessian that the sweep factorized: dampening times the mean diagonal added to the diagonal."""
+    """Dampening times the mean diagonal added to the diagonal, as the sweep does before it factorizes."""
     dampened = hessian_EII.clone()
     diagonal_EI = dampened.diagonal(dim1=-2, dim2=-1)
     fraction_E = torch.tensor(dampening, dtype=dampened.dtype, device=dampened.device)
@@ -50,8 +50,8 @@ def _sweep_until_solved(batch: SolverBatch, codes_EOI: Tensor, scale_EOG: Tensor
     count = codes_EOI.shape[0]
     dampening = [0.0] * count
     assert batch.hessian_EII is not None
-    # A Hessian without any input has nothing to solve by, and no dampening helps it.
-    open_E = torch.nonzero(batch.hessian_EII.diagonal(dim1=-2, dim2=-1).sum(dim=-1) > 0).flatten()
+    # A Hessian without any input has nothing to solve by, and no dampening helps it. (NaN goes on, and is refused.)
+    open_E = torch.nonzero(~(batch.hessian_EII.diagonal(dim1=-2, dim2=-1).sum(dim=-1) <= 0)).flatten()
     for step in range(recipe.dampening_steps + 1):
         if open_E.numel() == 0:
             break

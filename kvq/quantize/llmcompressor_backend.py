@@ -5,7 +5,7 @@ weights of columns with a zero Hessian diagonal to zero.
 """
 
 import functools
-import logging
+import os
 from typing import Any
 
 import torch
@@ -17,11 +17,8 @@ from kvq.recipes.schema import Recipe
 
 @functools.cache
 def _quantize_weight() -> Any:
-    """Imported at first use: it takes seconds."""
-    from loguru import logger
-
-    logger.disable("llmcompressor")
-    logging.getLogger("llmcompressor").setLevel(logging.ERROR)
+    """Imported at first use: it takes seconds. At import it would also take over loguru and write to stdout."""
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
     return quantize_weight

@@ -52,35 +52,30 @@ def descend_codes(
     minimum of a parabola is the best code. Changes reach the columns of the same block at once, the others block-wise.
     """
     columns = weight_EOI.shape[-1]
-    scale_EOI = scale_EOG.float().repeat_interleave(columns // scale_EOG.shape[-1], dim=-1)
-    quantized = codes_EOI.float() * scale_EOI
-    gradient = torch.bmm(quantized - weight_EOI, hessian_EII)
-    codes = codes_EOI.clone()
+    codes_EIO = codes_EOI.transpose(1, 2).contiguous()
+    scale_EIO = scale_EOG.float().transpose(1, 2).repeat_interleave(columns // scale_EOG.shape[-1], dim=1)
+    gradient_EIO = torch.bmm(hessian_EII, codes_EIO.float() * scale_EIO - weight_EOI.transpose(1, 2))
     for start in range(0, columns, block_size):
         part = slice(start, min(start + block_size, columns))
-        change_EOB = _descend_block(
-            codes[:, :, part],
-            quantized[:, :, part],
-            scale_EOI[:, :, part],
-            gradient[:, :, part].clone(),
-            hessian_EII[:, part, part],
+        change_EBO = _descend_block(
+            codes_EIO[:, part], scale_EIO[:, part], gradient_EIO[:, part].clone(), hessian_EII[:, part, part]
         )
-        gradient.baddbmm_(change_EOB, hessian_EII[:, part, :])
-    return codes
+        gradient_EIO.baddbmm_(hessian_EII[:, :, part], change_EBO)
+    return codes_EIO.transpose(1, 2).contiguous()
 
 
-def _descend_block(
-    codes_EOB: Tensor, quantized_EOB: Tensor, scale_EOB: Tensor, gradient_EOB: Tensor, hessian_EBB: Tensor
-) -> Tensor:
-    """Columns of one block, in turn. Changes codes and quantized values in place; gives the change of the latter."""
-    before_EOB = quantized_EOB.clone()
-    diagonal_E1B = hessian_EBB.diagonal(dim1=-2, dim2=-1).unsqueeze(1)
-    for column in range(codes_EOB.shape[-1]):
-        target = quantized_EOB[:, :, column] - gradient_EOB[:, :, column] / diagonal_E1B[:, :, column]
-        code = torch.round(target / scale_EOB[:, :, column]).clamp_(CODE_MIN, CODE_MAX)
-        value = code * scale_EOB[:, :, column]
-        step = value - quantized_EOB[:, :, column]
-        codes_EOB[:, :, column] = code.to(torch.int8)
-        quantized_EOB[:, :, column] = value
-        gradient_EOB += step.unsqueeze(-1) * hessian_EBB[:, column].unsqueeze(1)
-    return quantized_EOB - before_EOB
+def _descend_block(codes_EBO: Tensor, scale_EBO: Tensor, gradient_EBO: Tensor, hessian_EBB: Tensor) -> Tensor:
+    """Columns of one block, in turn: codes in place, the change of the quantized values as result.
+
+    Everything is transposed here, so that a column's values lie together in memory.
+    """
+    before_EBO = codes_EBO.float()
+    for column in range(codes_EBO.shape[1]):
+        scale_EO = scale_EBO[:, column]
+        pull_EO = gradient_EBO[:, column] / hessian_EBB[:, column, column, None]
+        code_EO = torch.round(before_EBO[:, column] - pull_EO / scale_EO).clamp_(CODE_MIN, CODE_MAX)
+        step_EO = (code_EO - before_EBO[:, column]) * scale_EO
+        codes_EBO[:, column] = code_EO.to(torch.int8)
+        later = slice(column + 1, None)
+        gradient_EBO[:, later].addcmul_(hessian_EBB[:, later, column, None], step_EO.unsqueeze(1))
+    return (codes_EBO.float() - before_EBO) * scale_EBO

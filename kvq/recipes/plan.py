@@ -122,6 +122,9 @@ def _pass_through(
     recipe: Recipe, facts: ModelFacts, source: SourceFormat, index: CheckpointIndex, warnings: list[str]
 ) -> QuantPlan:
     """Models trained in INT4 lose if they are rounded a second time: every byte is kept."""
+    for layer in facts.moe_layers:
+        for module in (facts.expert_module(layer, e, p) for e in range(facts.num_experts) for p in PROJECTIONS):
+            _ = index[f"{module}.weight_packed"], index[f"{module}.weight_scale"]
     tensors = {
         name: TensorPlan(name, info.dtype, info.shape, "keep", tensor_class(name, facts), info.shard, (name,))
         for name, info in index.tensors.items()

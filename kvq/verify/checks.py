@@ -13,14 +13,24 @@ def verify_checkpoint(folder: Path, source: Path | None, progress: Callable[[int
     """Look at the written files as a stranger would. Problems are in the report; only a folder that is none raises."""
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder}: no config.json there. Give the folder of a checkpoint.")
-    report = VerifyReport(str(folder), check_structure(folder))
+    report = VerifyReport(str(folder))
+    try:
+        manifest = load_manifest(folder)
+    except CheckpointError as error:
+        manifest = None
+        report.checks.append(_failed("manifest", error))
+    report.checks += check_structure(folder, manifest)
     if source is None:
         return report
     try:
-        checks, report.worst_weight_errors = check_against_source(folder, source, load_manifest(folder), progress)
+        checks, report.worst_weight_errors = check_against_source(folder, source, manifest, progress)
     except CheckpointError as error:
-        failed = Check("source")
-        failed.expect(False, str(error))
-        checks = [failed]
+        checks = [_failed("source", error)]
     report.checks += checks
     return report
+
+
+def _failed(name: str, error: CheckpointError) -> Check:
+    check = Check(name)
+    check.expect(False, str(error))
+    return check

@@ -7,20 +7,40 @@ from typing import Any
 
 from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
 from kvq.checkpoint.formats import find_quantization_config
-from kvq.checkpoint.index import INDEX_NAME, load_json
+from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, load_json
+from kvq.checkpoint.packing import CODES_PER_WORD
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.writer import sha256_file
 from kvq.errors import CheckpointError
 from kvq.verify.report import Check
 
-MANIFEST_NAME = "kvq-manifest.json"
 MTP_TENSORS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "input_layernorm.weight", "shared_head.norm.weight")
 
 
+TENSOR_KEYS = ("dtype", "shape", "shard", "sources")
+MODULE_KEYS = ("name", "relative_weight_error")
+
+
 def load_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest, or None where kvq did not write the folder."""
+    """The manifest, or None where kvq did not write the folder. Raises CheckpointError if it is damaged."""
     path = folder / MANIFEST_NAME
-    return load_json(path) if path.exists() else None
+    if not path.exists():
+        return None
+    manifest = load_json(path)
+    files, tensors, modules = (manifest.get(key) for key in ("files", "tensors", "modules"))
+    if not (
+        isinstance(files, dict)
+        and isinstance(tensors, dict)
+        and all(_has(row, TENSOR_KEYS) and row["sources"] for row in tensors.values())
+        and isinstance(modules, list)
+        and all(_has(row, MODULE_KEYS) for row in modules)
+    ):
+        raise CheckpointError(f"{path}: lacks files, tensors or modules as kvq writes them. Quantize again.")
+    return manifest
+
+
+def _has(row: Any, keys: Iterable[str]) -> bool:
+    return isinstance(row, dict) and all(key in row for key in keys)
 
 
 def check_files(folder: Path, manifest: Mapping[str, Any] | None) -> Check:
@@ -50,7 +70,8 @@ def check_index(reader: CheckpointReader) -> Check:
     check.problems += list(reader.index.warnings)
     path = reader.folder / INDEX_NAME
     if path.exists():
-        total = load_json(path).get("metadata", {}).get("total_size")
+        metadata = load_json(path).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
         check.expect(
             total == reader.index.total_bytes,
             f"total_size is {total}, the tensors have {reader.index.total_bytes} bytes",
@@ -101,9 +122,11 @@ def _expect_parts(check: Check, reader: CheckpointReader, module: str) -> None:
         check.expect(False, f"{module} lacks one of weight_packed, weight_scale, weight_shape")
         return
     packed, scale = index[f"{module}.weight_packed"], index[f"{module}.weight_scale"]
-    rows, columns = packed.shape[0], packed.shape[1] * 8
     stored = reader.tensor(f"{module}.weight_shape").tolist()
-    fits = scale.shape[0] == rows and columns % scale.shape[1] == 0 and stored == [rows, columns]
+    fits = len(packed.shape) == len(scale.shape) == 2 and scale.shape[1] > 0
+    if fits:
+        rows, columns = packed.shape[0], packed.shape[1] * CODES_PER_WORD
+        fits = scale.shape[0] == rows and columns % scale.shape[1] == 0 and stored == [rows, columns]
     check.expect(
         fits, f"{module}: packed {list(packed.shape)}, scale {list(scale.shape)}, weight_shape {stored} disagree"
     )
@@ -142,12 +165,18 @@ def check_config(reader: CheckpointReader, facts: ModelFacts) -> Check:
     if described is None:
         check.expect(False, "config.json has no quantization_config")
         return check
-    _expect_parses(check, described)
+    if not _expect_parses(check, described):
+        return check
     modules = _linear_modules(reader, facts)
-    groups: Mapping[str, Any] = described.get("config_groups", {})
-    packed_targets = [t for g in groups.values() if (g.get("weights") or {}).get("type") == "int" for t in g["targets"]]
-    fp8 = any((g.get("weights") or {}).get("type") == "float" for g in groups.values())
+    groups = [group for group in described["config_groups"].values() if isinstance(group, dict)]
+    packed_targets = [t for g in groups if (g.get("weights") or {}).get("type") == "int" for t in g["targets"]]
+    fp8 = any((g.get("weights") or {}).get("type") == "float" for g in groups)
     ignore: list[str] = list(described.get("ignore") or ())
+    broken = [entry for entry in (*packed_targets, *ignore) if not _compiles(entry)]
+    for entry in broken:
+        check.expect(False, f"{entry!r} is no regular expression")
+    if broken:
+        return check
     for module, kind in modules.items():
         if kind == "packed":
             check.expect(matches_any(module, packed_targets), f"no INT4 group covers {module}")
@@ -160,7 +189,8 @@ def check_config(reader: CheckpointReader, facts: ModelFacts) -> Check:
     return check
 
 
-def _expect_parses(check: Check, described: Mapping[str, Any]) -> None:
+def _expect_parses(check: Check, described: Mapping[str, Any]) -> bool:
+    """compressed-tensors' own opinion; what it accepts has groups with targets, all of them text."""
     from compressed_tensors.quantization import QuantizationConfig
 
     try:
@@ -169,6 +199,15 @@ def _expect_parses(check: Check, described: Mapping[str, Any]) -> None:
     except ValueError as error:
         parsed = " ".join(str(error).split())
     check.expect(not parsed, f"compressed-tensors refuses the quantization_config: {parsed}")
+    return not parsed
+
+
+def _compiles(entry: str) -> bool:
+    try:
+        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+    except re.error:
+        return False
+    return True
 
 
 def _linear_modules(reader: CheckpointReader, facts: ModelFacts) -> dict[str, str]:
@@ -190,9 +229,8 @@ def matches_any(module: str, entries: Iterable[str]) -> bool:
     return any(re.match(e[3:], module) if e.startswith("re:") else e == module for e in entries)
 
 
-def check_structure(folder: Path) -> list[Check]:
+def check_structure(folder: Path, manifest: Mapping[str, Any] | None) -> list[Check]:
     """All checks that need no source. A folder that cannot even be opened gives one failed check."""
-    manifest = load_manifest(folder)
     files = check_files(folder, manifest)
     try:
         reader = CheckpointReader(folder)

@@ -3,6 +3,7 @@
 Shape suffixes: N = sequences, S = tokens per sequence, H = hidden size, V = vocabulary.
 """
 
+import importlib
 import shutil
 import sys
 from dataclasses import dataclass
@@ -67,12 +68,10 @@ def load_model(folder: Path) -> Any:
     for name in [name for name in sys.modules if name.startswith("transformers.") and "image_processing" in name]:
         if name.endswith("_fast"):
             del sys.modules[name]
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def transformers_outputs(folder: Path, tokens_NS: Tensor) -> Outputs:

@@ -90,7 +90,7 @@ def test_unknown_name_never_reaches_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(CheckpointError, match="no such folder, no known alias .* and not a Hub id"):
+    with pytest.raises(CheckpointError, match=r"no such folder, no known alias .* and not a Hub id"):
         resolve_source(model)
     assert hub.calls == []
 

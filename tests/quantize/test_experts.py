@@ -121,9 +121,10 @@ def test_starved_experts_are_solved_and_not_zeroed(layer: TinyLayer, expert: int
         assert (result.outcome, result.num_tokens) == ("solved", layer.tokens(expert).shape[0])
 
 
+@pytest.mark.parametrize("passes", [0, 2])
 @pytest.mark.parametrize("propagate", [True, False])
-def test_output_equals_the_plain_forward(layer: TinyLayer, propagate: bool) -> None:
-    solved = layer.solve(recipe(propagate_error=propagate))
+def test_output_equals_the_plain_forward(layer: TinyLayer, propagate: bool, passes: int) -> None:
+    solved = layer.solve(recipe(propagate_error=propagate, refinement_passes=passes))
     assert solved.output_TH is not None and solved.output_TH.dtype == torch.float32
     written = written_gate_up(solved.tensors), written_down(solved.tensors)
     used = written if propagate else (layer.gate_up_EJH, layer.down_EHI)
