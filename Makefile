@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed
 	rm -rf demo-out
-	$(BIN)/kvq quantize $(DEMO_SOURCE) --w int4 --set max_seq_length=512 --out $(DEMO_OUT)
+	$(BIN)/kvq quantize $(DEMO_SOURCE) --w int4 --set num_calibration_samples=64 --set max_seq_length=512 --out $(DEMO_OUT)
 	$(BIN)/kvq verify $(DEMO_OUT) --source $(DEMO_SOURCE)
 	$(BIN)/kvq evaluate $(DEMO_OUT) --source $(DEMO_SOURCE) --data examples/held-out.jsonl
 
