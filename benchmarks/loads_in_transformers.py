@@ -2,9 +2,9 @@
 
     python benchmarks/loads_in_transformers.py --data EVAL.jsonl CHECKPOINT ...
 
-transformers rounds dequantized experts to BF16 and multiplies in BF16; for the comparison both sides use the rounded values
-in float32. FP8 linears quantize their inputs on the fly there as in the engines; kvq's evaluation does not, for the source and the
-quantized model alike. So that is switched off for the comparison of logits, and its effect is printed beside it.
+transformers rounds dequantized experts to BF16 and multiplies in BF16; for the comparison both sides use the rounded
+values in float32. FP8 linears quantize their inputs on the fly there as in the engines; kvq's evaluation does not, for
+the source and the quantized model alike. So that is switched off for the comparison, and its effect printed beside it.
 Fails if a weight is missing (a layout that transformers does not know loads with random weights and only a warning).
 `kimi_k2` is unknown to transformers without remote code, so it is read as deepseek_v3.
 """

@@ -51,12 +51,13 @@ def load_weight(
                 f"{list(scale_OG.shape)} disagree, the config says groups of {source.group_size}."
             )
         return dequantize_int4(unpack_int4(packed, packed.shape[1] * CODES_PER_WORD), scale_OG)
-    weight = reader.tensor(f"{module}.weight").to(device)
-    if weight.dtype != torch.float8_e4m3fn:
-        return weight.float()
+    name = f"{module}.weight"
+    if reader.index[name].dtype != "F8_E4M3":
+        return reader.tensor(name).to(device).float()
+    weight = reader.tensor(name, check=False).to(device)
     scale = _scale(reader, f"{module}.{source.scale_suffix}").to(device)
     value = dequantize_channel(weight, scale) if source.block is None else dequantize_block(weight, scale, source.block)
-    check_finite(reader.folder, f"{module}.weight", value)
+    check_finite(reader.folder / reader.index[name].shard, name, value)
     return value
 
 
