@@ -69,7 +69,7 @@ def make_layer(config: dict[str, int], layer: int, device: torch.device) -> dict
     tensors: dict[str, torch.Tensor] = {}
     for name, (rows, columns) in linear_shapes(config, layer).items():
         tensors[f"{prefix}{name}.weight"] = (
-            (torch.randn(rows, columns, device=device) * 100).to(torch.float8_e4m3fn).cpu()
+            (torch.randn(rows, columns, device=device) * 64).clamp(-448, 448).to(torch.float8_e4m3fn).cpu()
         )
         scale = torch.full((-(-rows // 128), -(-columns // 128)), 0.01 / columns**0.5)
         tensors[f"{prefix}{name}.weight_scale_inv"] = scale

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvq.checkpoint.index import INDEX_NAME
-from kvq.errors import OutputError
+from kvq.errors import KvqError, OutputError
 
 SPARE_BYTES = 64 * 2**20  # manifest, index, file-system overhead
 HASH_CHUNK = 8 * 2**20
@@ -46,6 +46,7 @@ def check_output(out: Path, needed_bytes: int) -> None:
         raise OutputError(f"{out} exists and is not a folder. Choose another --out.")
     if out.is_dir() and any(out.iterdir()):
         raise OutputError(f"{out} is not empty; kvq never overwrites a checkpoint. Choose another --out or remove it.")
+    _refuse_partial(partial_of(out))
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not os.access(parent, os.W_OK):
         raise OutputError(f"{parent} is not writable. Choose another --out.")
@@ -57,23 +58,31 @@ def check_output(out: Path, needed_bytes: int) -> None:
         )
 
 
+def partial_of(out: Path) -> Path:
+    """Where an output grows until it is whole."""
+    return out.with_name(out.name + ".partial")
+
+
+def _refuse_partial(partial: Path) -> None:
+    if partial.exists():
+        raise OutputError(
+            f"{partial} is left from a run that did not finish (or one that is still going). Remove it, or choose "
+            "another --out."
+        )
+
+
 class CheckpointWriter:
     """Collects shards and side files. Use as a context manager: an error leaves `<out>.partial`, never `<out>`."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.partial = out.with_name(out.name + ".partial")
+        self.partial = partial_of(out)
         self.weight_map: dict[str, str] = {}
         self.total_size = 0
         self.sha256: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        if self.partial.exists():
-            raise OutputError(
-                f"{self.partial} is left from a run that did not finish (or one that is still going). Remove it, "
-                f"or choose "
-                "another --out."
-            )
+        _refuse_partial(self.partial)
         try:
             self.partial.mkdir(parents=True)
         except OSError as error:
@@ -83,10 +92,12 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """An error says what is left behind. Anything written so far stays in `<out>.partial`, for the curious."""
+        left = f"Remove {self.partial} before the next run."
         if isinstance(value, OSError):
-            raise OutputError(
-                f"{self.partial}: writing failed ({value.strerror or value}). Nothing was finished."
-            ) from value
+            raise OutputError(f"{self.partial}: writing failed ({value.strerror or value}). {left}") from value
+        if isinstance(value, KvqError):
+            value.args = (f"{value} {left}",)
 
     def add_shard(self, shard: str, tensors: Mapping[str, Tensor]) -> None:
         """Write one shard and remember its names. Tensors may be on any device."""
@@ -97,7 +108,8 @@ class CheckpointWriter:
         try:
             save_file(on_host, path, metadata={"format": "pt"})
         except SafetensorError as error:  # how the library reports a full disk
-            raise OutputError(f"{path}: writing failed ({error}). Nothing was finished.") from error
+            raise OutputError(f"{path}: writing failed ({error}).") from error
+        path.chmod(0o666 & ~_umask())  # the library makes files that only their owner can read
         self._sync(path)
         self.weight_map.update(dict.fromkeys(tensors, shard))
         self.total_size += sum(tensor.numel() * tensor.element_size() for tensor in on_host.values())
@@ -139,6 +151,13 @@ class CheckpointWriter:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
 
 
 def bytes_of(files: Iterable[Path]) -> int:

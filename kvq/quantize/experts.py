@@ -23,7 +23,7 @@ from kvq.quantize.solvers import SOLVERS
 from kvq.quantize.types import ModuleResult, SolvedBatch, SolverBatch
 from kvq.recipes.schema import Recipe
 
-CHUNK_BYTES = {"cpu": 2**30, "cuda": 12 * 2**30}
+CHUNK_BYTES = {"cpu": 2**30, "cuda": 24 * 2**30}
 
 
 class ExpertSource(Protocol):

@@ -259,7 +259,7 @@ def test_embedded_rows_number_their_tool_calls_as_kimi_does() -> None:
         expected = [f"functions.{call['function']['name']}:{index}" for index, call in enumerate(calls)]
         assert [call["id"] for call in calls] == expected == answers
         num_calls += len(calls)
-    assert num_calls > 100
+    assert num_calls > 50
 
 
 def test_embedded_rows_render_and_encode(tokenizer: Any, folder: Path, ranks: Ranks) -> None:
