@@ -10,8 +10,8 @@ import kvq
 
 PACKAGE = Path(kvq.__file__).parent
 ORDER = (
-    "errors", "stop", "checkpoint", "recipes", "calibration", "quantize", "verify", "publish", "pipeline", "console", "cli",
-    "__main__",
+    "errors", "stop", "checkpoint", "recipes", "calibration", "quantize", "verify", "publish", "pipeline", "console",
+    "cli", "__main__",
 )  # fmt: skip
 TRANSFORMERS = ("calibration/transformers_door.py", "calibration/tiktoken_door.py")
 DOORS = {
