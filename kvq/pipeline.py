@@ -8,7 +8,7 @@ import json
 import resource
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvq import __version__
 from kvq.calibration.activations import ActivationStore
-from kvq.calibration.dataset import TokenSet, load_packed
+from kvq.calibration.dataset import TokenSet, load_packed, read_rows
 from kvq.calibration.experts import RoutingRecorder, sort_by_expert
 from kvq.calibration.forward import ModelRunner, check_complete, pick_device
 from kvq.checkpoint.dequant import load_weight
@@ -26,7 +26,7 @@ from kvq.checkpoint.journal import Journal, Step, can_continue
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
-from kvq.errors import CalibrationError, OutputError, QuantizationError, StoppedError
+from kvq.errors import CalibrationError, CheckpointError, OutputError, QuantizationError, StoppedError
 from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, package_versions
 from kvq.quantize.experts import Capture, LayerSolver, SolvedLayer
 from kvq.quantize.types import FALLBACKS, ModuleResult
@@ -78,6 +78,10 @@ def prepare(
     chosen = pick_device(device)
     reader = CheckpointReader(source.folder)
     plan = resolve_plan(recipe, reader.config, reader.index)
+    if calibration is not None and (plan.pass_through or not recipe.needs_calibration):
+        plan = replace(
+            plan, warnings=(*plan.warnings, f"{calibration} is not used: nothing here needs calibration data")
+        )
     if not plan.pass_through:
         check_complete(reader, plan.facts)
     prepared = Prepared(source, reader, plan, out, chosen, target, calibration)
@@ -85,9 +89,28 @@ def prepare(
         raise OutputError(
             f"{out} lies inside the source {source.folder}, which kvq never changes. Choose another --out."
         )
+    _check_writable_later(prepared)
     side_bytes = bytes_of(source.folder / path for path in prepared.side_files)
     check_output(out, plan.output_bytes + side_bytes)
     return prepared
+
+
+def _check_writable_later(prepared: Prepared) -> None:
+    """What is written last must be known to work at the start: side files, and the new config as JSON."""
+    for path in prepared.side_files:
+        try:
+            with (prepared.source.folder / path).open("rb") as file:
+                file.read(1)
+        except OSError as error:
+            raise CheckpointError(f"{prepared.source.folder / path}: cannot be read ({error.strerror}).") from None
+    try:
+        dump_json(prepared.reader.config).encode()
+    except ValueError as error:
+        raise CheckpointError(
+            f"{prepared.source.folder / 'config.json'}: holds a value that JSON in UTF-8 cannot ({error}). Mend it."
+        ) from None
+    if prepared.plan.recipe.needs_calibration and not prepared.plan.pass_through:
+        read_rows(prepared.calibration)
 
 
 def quantize_checkpoint(

@@ -21,6 +21,7 @@ from kvq.errors import CalibrationError
 
 EMBEDDED = "embedded"
 MIN_TOKENS = 8
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +46,11 @@ def read_rows(file: Path | None) -> list[dict[str, Any]]:
     else:
         place = file
     try:
-        text = place.read_text(encoding="utf-8")
+        text = place.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{place}: cannot be read ({error}). Give a JSON-lines file with `text` rows.") from None
+        raise CalibrationError(
+            f"{place}: cannot be read ({error}). Give a JSON-lines file in UTF-8 with `text` rows."
+        ) from None
     # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for the end of a line.
     rows = [_row(place, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
@@ -67,6 +70,12 @@ def _row(place: Any, number: int, line: str) -> dict[str, Any]:
         raise CalibrationError(
             f"{place}:{number}: a row needs `text` (string), `messages` (list) or `input_ids` (list)."
         )
+    for message in row["messages"] if isinstance(row.get("messages"), list) else ():
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise CalibrationError(
+                f"{place}:{number}: each message needs a `role` of {', '.join(ROLES)}; chat templates leave out others "
+                f"without a word (found {str(message)[:80]})."
+            )
     return row
 
 
@@ -84,9 +93,8 @@ class RowEncoder:
         bad = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < self._vocab_size]
         if bad:
             raise CalibrationError(
-                f"{place}: token id {bad[0]!r} is not below the model's vocabulary size {self._vocab_size}; was "
-                f"the data "
-                "made with another tokenizer?"
+                f"{place}: token id {str(bad[0])[:40]} is not a whole number below the model's vocabulary size "
+                f"{self._vocab_size}; was the data made with another tokenizer?"
             )
         return list(ids)
 
@@ -98,7 +106,7 @@ class RowEncoder:
             text = self._render(row, place)
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise CalibrationError(f"{place}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not text.")
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def _render(self, row: dict[str, Any], place: str) -> str:

@@ -18,7 +18,7 @@ from kvq.checkpoint.architecture import ModelFacts, model_facts
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.formats import detect_format
 from kvq.checkpoint.reader import CheckpointReader
-from kvq.errors import CalibrationError, RecipeError
+from kvq.errors import CalibrationError, CheckpointError, RecipeError
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 
@@ -54,17 +54,36 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-MTP_TENSORS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 
 def check_complete(reader: CheckpointReader, facts: ModelFacts) -> None:
-    """Raise CheckpointError if any layer lacks a tensor that its module has: now, not hours into the run."""
+    """Raise CheckpointError if a tensor that the run needs is absent or of another shape: now, not hours into it."""
     config = transformers_door.build_config(facts, reader.folder)
     for layer in range(facts.num_layers + facts.num_mtp_layers):
-        module = transformers_door.build_layer(facts.arch, config, layer)
-        names = [name for name in module.state_dict() if not name.startswith("mlp.experts.")]
-        for name in (*names, *(MTP_TENSORS if layer in facts.mtp_layers else ())):
-            _ = reader.index[facts.layer_prefix(layer) + name]
+        state = transformers_door.build_layer(facts.arch, config, layer).state_dict()
+        shapes = {name: tuple(value.shape) for name, value in state.items() if not name.startswith("mlp.experts.")}
+        if layer in facts.mtp_layers:
+            shapes |= _mtp_shapes(facts.hidden_size)
+        for name, shape in shapes.items():
+            _expect_shape(reader, facts.layer_prefix(layer) + name, shape)
+    prefix, vocab_size = facts.arch.prefix, int(facts.text_config["vocab_size"])
+    _expect_shape(reader, f"{prefix}model.norm.weight", (facts.hidden_size,))
+    _expect_shape(reader, f"{prefix}model.embed_tokens.weight", (vocab_size, facts.hidden_size))
+
+
+def _mtp_shapes(hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in MTP_NORMS}
+    return {**shapes, "eh_proj.weight": (hidden, 2 * hidden)}
+
+
+def _expect_shape(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> None:
+    info = reader.index[name]
+    if info.shape != shape:
+        raise CheckpointError(
+            f"{reader.folder / info.shard}: {name} is {list(info.shape)}, config.json calls for {list(shape)}. "
+            "Is it from another release?"
+        )
 
 
 @dataclass(eq=False)

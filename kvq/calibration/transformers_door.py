@@ -71,8 +71,12 @@ def build_layer(arch: Architecture, config: Any, layer: int) -> Any:
     """The decoder layer without storage: parameters and persistent buffers on meta."""
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=True):
-        module = getattr(_modeling(arch), f"{arch.class_prefix}DecoderLayer")(config, layer)
+    try:
+        with init_empty_weights(include_buffers=True):
+            module = getattr(_modeling(arch), f"{arch.class_prefix}DecoderLayer")(config, layer)
+    except (KeyError, ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CheckpointError(f"config.json: transformers cannot build layer {layer} from it ({reason}).") from None
     return module.eval()
 
 

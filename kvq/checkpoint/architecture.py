@@ -138,6 +138,9 @@ def model_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
             f"n_routed_experts {facts.num_experts}, moe_layer_freq {text.get('moe_layer_freq', 1)}: "
             "kvq expects routed experts in every layer after the first dense ones."
         )
+    top_k = _count(text, "num_experts_per_tok", place)
+    if not 1 <= top_k <= facts.num_experts:
+        raise CheckpointError(f"{place}: num_experts_per_tok is {top_k} of {facts.num_experts} experts.")
     return facts
 
 

@@ -54,6 +54,8 @@ class CheckpointReader:
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder)
             hidden = any(part.startswith((".", "__pycache__")) for part in relative.parts)
+            if not hidden and path.is_symlink() and not path.exists():
+                raise CheckpointError(f"{path} is a link to nothing; the download is not complete. Download it again.")
             if path.is_file() and not hidden and not path.name.endswith(WEIGHT_FILE_SUFFIXES):
                 files.append(relative)
         return files

@@ -87,6 +87,7 @@ class CheckpointWriter:
         self.weight_map: dict[str, str] = {}
         self.total_size = 0
         self.sha256: dict[str, str] = {}
+        self._whole = False
 
     def __enter__(self) -> Self:
         if self.journal is not None:
@@ -115,7 +116,7 @@ class CheckpointWriter:
             left = f"What is finished is kept in {self.partial}: the same command goes on from there."
         if isinstance(value, OSError):
             raise OutputError(f"{self.partial}: writing failed ({value.strerror or value}). {left}") from value
-        if isinstance(value, KvqError):
+        if isinstance(value, KvqError) and not self._whole:
             value.args = (f"{value} {left}",)
 
     def _take_over(self, step: Step) -> None:
@@ -160,9 +161,16 @@ class CheckpointWriter:
 
     def publish(self) -> None:
         """Give the folder its name. The last step."""
+        self._whole = True
         sync_folder(self.partial)
-        if self.out.is_dir():
-            self.out.rmdir()  # empty, as check_output saw; fails if something appeared meanwhile
+        if self.out.exists():
+            try:
+                self.out.rmdir()  # empty, as check_output saw
+            except OSError:
+                raise OutputError(
+                    f"{self.out} appeared during the run. The checkpoint is whole in {self.partial}; "
+                    f"remove {self.out} to let it have its name."
+                ) from None
         if self.journal is not None:
             self.journal.publish(self.out)
         else:

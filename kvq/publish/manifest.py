@@ -57,7 +57,7 @@ def build_manifest(
         "kvq_version": __version__,
         "versions": package_versions(),
         "source": {
-            "id": record.source.id if record.source.revision else record.source.name,
+            "id": record.source.id if record.source.revision else printable(record.source.name),
             "revision": record.source.revision,
             "format": plan.source.title,
             "model_type": plan.facts.arch.model_type,
@@ -85,6 +85,11 @@ def build_manifest(
     }  # fmt: skip
 
 
+def printable(name: str) -> str:
+    """A file name that UTF-8 can hold, whatever bytes the file system had."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that the numbers depend on."""
     return {name: _version(name) for name in NUMERIC_PACKAGES}
@@ -102,7 +107,7 @@ def _calibration(tokens: TokenSet | None) -> dict[str, Any] | None:
         return None
     count, length = tokens.tokens_NS.shape
     return {
-        "name": tokens.name.rsplit("/", 1)[-1], "sha256": tokens.sha256, "num_sequences": count,
+        "name": printable(tokens.name.rsplit("/", 1)[-1]), "sha256": tokens.sha256, "num_sequences": count,
         "num_sequences_asked": tokens.num_asked,
         "sequence_length": length, "num_tokens": tokens.num_tokens, "num_rows": tokens.num_rows,
     }  # fmt: skip

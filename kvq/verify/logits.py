@@ -96,6 +96,7 @@ def measure_distance(
         raise VerificationError(
             f"{quantized} and {source} have vocabularies of different size; they cannot be compared."
         )
+    _expect_comparable(base, other)
     documents = load_documents(source, vocab_size, data, max_rows, max_seq_length)
     groups = group_by_length(documents)
     base_hidden = final_hidden(base, groups, lambda text: stage(f"source {text}"))
@@ -108,6 +109,21 @@ def measure_distance(
     ]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     return summarize_positions(len(documents), *columns)
+
+
+def _expect_comparable(base: ModelRunner, other: ModelRunner) -> None:
+    """Two forms of one model, the quantized one second. Raises VerificationError."""
+    ours, theirs = ((r.facts.arch.model_type, r.facts.num_layers, r.facts.hidden_size) for r in (other, base))
+    if ours != theirs:
+        raise VerificationError(
+            f"{other.reader.folder} {ours} and {base.reader.folder} {theirs} are not forms of one model "
+            "(model_type, layers, hidden size)."
+        )
+    if base.source.kind == "int4-packed" and other.source.kind != "int4-packed":
+        raise VerificationError(
+            f"{base.reader.folder} is quantized and {other.reader.folder} is not: "
+            "are the folder and --source exchanged?"
+        )
 
 
 def _next(tokens_DS: Tensor) -> Tensor:

@@ -197,7 +197,9 @@ def test_files_that_are_not_there_are_refused(data: Path) -> None:
 @pytest.mark.parametrize("bad", [VOCAB, -1, 10**30, 1.0, True, "3", None])
 def test_ids_outside_the_vocabulary_are_refused(folder: Path, data: Path, bad: object) -> None:
     write(data, {"input_ids": [1] * 9}, {"input_ids": [1, bad]})
-    with pytest.raises(CalibrationError, match=rf"rows\.jsonl:2: token id {bad!r} is not below .* size {VOCAB}"):
+    with pytest.raises(
+        CalibrationError, match=rf"rows\.jsonl:2: token id {str(bad)[:40]} is not a whole number below .* size {VOCAB}"
+    ):
         packed(folder, data)
 
 
