@@ -4,7 +4,6 @@ Sources: the `config.json` and tensor names of the published checkpoints and tra
 An unlisted `model_type` stops at plan time.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +90,18 @@ class ModelFacts:
         """For example `model.layers.3.mlp.experts.17.down_proj`"""
         return f"{self.layer_prefix(layer)}mlp.experts.{expert}.{projection}"
 
+    def place_of(self, name: str) -> tuple[int, str] | None:
+        """Layer of a tensor and its name below that layer; None outside the layers."""
+        start = f"{self.arch.prefix}model.layers."
+        if not name.startswith(start):
+            return None
+        number, dot, below = name[len(start) :].partition(".")
+        return (int(number), below) if dot and number.isascii() and number.isdigit() else None
+
     def layer_of(self, name: str) -> int | None:
         """Index of the layer that a tensor belongs to; None outside the layers."""
-        match = re.match(re.escape(self.arch.prefix) + r"model\.layers\.(\d+)\.", name)
-        return int(match.group(1)) if match else None
+        place = self.place_of(name)
+        return None if place is None else place[0]
 
     def expert_shape(self, projection: str) -> tuple[int, int]:
         """Rows and columns of a routed expert's projection."""

@@ -6,6 +6,7 @@ must say which file is truncated. Tensor data itself is always read through safe
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,42 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return (math.prod(shape) * DTYPE_BITS[dtype] + 7) // 8
 
 
+# The order in which safetensors lays tensors out: by dtype, then by name.
+LAYOUT_ORDER = (
+    "U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8",
+    "F4", "BOOL",
+)  # fmt: skip
+METADATA_ENTRY = '"__metadata__":{"format":"pt"}'
+
+
+def file_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> int:
+    """Size of the file that safetensors writes for tensors of these names, dtypes and shapes, its header included."""
+    rank = {dtype: place for place, dtype in enumerate(LAYOUT_ORDER)}
+    length, end = len(METADATA_ENTRY) + 2, 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: (rank[tensor[1]], tensor[0])):
+        start, end = end, end + tensor_bytes(dtype, shape)
+        sizes = ",".join(map(str, shape))
+        entry = f',{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{end}]}}'
+        length += len(entry.encode())
+    return 8 + -(-length // 8) * 8 + end
+
+
 def read_header(path: Path) -> list[TensorInfo]:
     """Tensors of one file, in file order. Raises CheckpointError when the file is not whole or not safetensors."""
-    size, length, text = _read_text(path)
+    return parse_header(path, *_read_text(path))
+
+
+def check_length(path: Path, length: int, size: int) -> None:
+    """Refuse, before it is read, a header that would not fit its file or is larger than safetensors allows."""
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise CheckpointError(
+            f"{path}: not a whole safetensors file (its header would be {length} bytes, the file has {size}). "
+            "Download this shard again."
+        )
+
+
+def parse_header(path: Path, size: int, length: int, text: bytes) -> list[TensorInfo]:
+    """Tensors that a header of `length` bytes describes, in file order, checked against the `size` of its file."""
     try:
         entries = json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -63,11 +97,7 @@ def _read_text(path: Path) -> tuple[int, int, bytes]:
         with path.open("rb") as file:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(
-                    f"{path}: not a whole safetensors file (its header would be {length} bytes, the file has {size}). "
-                    "Download this shard again."
-                )
+            check_length(path, length, size)
             return size, length, file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Download this shard again.") from None

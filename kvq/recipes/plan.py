@@ -1,8 +1,10 @@
 """QuantPlan: what will be done to every tensor, decided from the config and the headers before any weight is read."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
@@ -96,7 +98,8 @@ def resolve_plan(recipe: Recipe, config: Mapping[str, Any], index: CheckpointInd
     not fit."""
     facts = model_facts(config, index.folder)
     source = detect_format(config, index)
-    warnings = [*index.warnings, *_dead_entries(source, index)]
+    dead = dead_entries(source.ignore, index.tensors)
+    warnings = [*index.warnings, *(f"the source's config ignores {entry!r}, but no module has that name" for entry in dead)]
     if source.kind == "int4-packed":
         return _pass_through(recipe, facts, source, index, warnings)
     _check_experts(facts, index)
@@ -137,12 +140,25 @@ def tensor_class(name: str, facts: ModelFacts) -> str:
     """Which kind of tensor this is; a key of REASONS."""
     if not name.startswith(facts.arch.prefix) or name.startswith(("vision_tower.", "mm_projector.")):
         return "vision"
-    layer = facts.layer_of(name)
-    if layer is None:
+    place = facts.place_of(name)
+    if place is None:
         tops = {"model.embed_tokens.": "embeddings", "lm_head.": "lm_head", "model.norm.": "norms"}
         below = name.removeprefix(facts.arch.prefix)
         return next((value for start, value in tops.items() if below.startswith(start)), "other")
-    below = name.removeprefix(facts.layer_prefix(layer))
+    return class_in_layer(without_expert(place[1]))
+
+
+def without_expert(below: str) -> str:
+    """A name below its layer with expert 0 in place of any: layers and experts repeat the same few names."""
+    if not below.startswith("mlp.experts."):
+        return below
+    number, dot, rest = below[len("mlp.experts.") :].partition(".")
+    return f"mlp.experts.0.{rest}" if dot and number.isascii() and number.isdigit() else below
+
+
+@cache
+def class_in_layer(below: str) -> str:
+    """Tensor class by a name below its layer."""
     return next((title for pattern, title in CLASS_PATTERNS if re.match(pattern, below)), "other")
 
 
@@ -151,7 +167,9 @@ def _plan_tensors(
 ) -> Iterator[TensorPlan]:
     shard_of = _shard_names(facts, index)
     for name in sorted(index.tensors):
-        info, kind, shard = index[name], tensor_class(name, facts), shard_of[facts.layer_of(name)]
+        info, place = index[name], facts.place_of(name)
+        kind = tensor_class(name, facts) if place is None else class_in_layer(without_expert(place[1]))
+        shard = shard_of[None if place is None else place[0]]
         if kind == "routed experts" and name.endswith(".weight"):
             yield from _packed(recipe, name.removesuffix(".weight"), info.shape, shard, _sources(name, source, index))
         elif kind == "routed experts" and source.scale_suffix and name.endswith("." + source.scale_suffix):
@@ -211,29 +229,32 @@ def _check_scaled(scale_name: str, source: SourceFormat, index: CheckpointIndex)
         raise CheckpointError(f"{index.folder}: {scale_name} is a scale, but its weight is not FP8.")
 
 
+def _layers(facts: ModelFacts, index: CheckpointIndex) -> set[int]:
+    return {layer for layer in map(facts.layer_of, index.tensors) if layer is not None}
+
+
 def _shard_names(facts: ModelFacts, index: CheckpointIndex) -> dict[int | None, str]:
     """One shard for what lies outside the layers, then one per layer (an MTP layer too)."""
-    layers = sorted({layer for layer in map(facts.layer_of, index.tensors) if layer is not None})
-    keys: list[int | None] = [None, *layers]
+    keys: list[int | None] = [None, *sorted(_layers(facts, index))]
     return {key: f"model-{number:05d}-of-{len(keys):05d}.safetensors" for number, key in enumerate(keys, start=1)}
 
 
 def _check_experts(facts: ModelFacts, index: CheckpointIndex) -> None:
     """Every routed expert of every MoE layer must be there with the shape that the config says, and no other."""
     modules = set()
-    for layer in facts.moe_layers:
-        for expert in range(facts.num_experts):
-            for projection in PROJECTIONS:
-                modules.add(facts.expert_module(layer, expert, projection))
-                info = index[f"{facts.expert_module(layer, expert, projection)}.weight"]
-                if info.shape != facts.expert_shape(projection):
-                    raise CheckpointError(
-                        f"{index.folder / info.shard}: {info.name} is {list(info.shape)}, the config says "
-                        f"{list(facts.expert_shape(projection))}."
-                    )
+    shapes = {projection: facts.expert_shape(projection) for projection in PROJECTIONS}
+    for layer, expert, (projection, shape) in product(facts.moe_layers, range(facts.num_experts), shapes.items()):
+        module = facts.expert_module(layer, expert, projection)
+        modules.add(module)
+        info = index[f"{module}.weight"]
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{index.folder / info.shard}: {info.name} is {list(info.shape)}, the config says {list(shape)}."
+            )
     _check_layers(facts, index)
     for name in index.tensors:
-        if tensor_class(name, facts) == "routed experts" and name.rsplit(".", 1)[0] not in modules:
+        module = name.rsplit(".", 1)[0]
+        if ".mlp.experts." in name and module not in modules and tensor_class(name, facts) == "routed experts":
             raise CheckpointError(
                 f"{index.folder}: there is a tensor {name}, but config.json says {facts.num_experts} experts in each "
                 f"layer from {facts.first_moe_layer} on. Is config.json from another release?"
@@ -244,7 +265,7 @@ def _check_layers(facts: ModelFacts, index: CheckpointIndex) -> None:
     """There must be tensors of every layer that the config counts, and of the ends of the model, and of no other."""
     for name in ("model.embed_tokens.weight", "model.norm.weight"):
         index[facts.arch.prefix + name]  # raises when absent
-    layers = {layer for layer in map(facts.layer_of, index.tensors) if layer is not None}
+    layers = _layers(facts, index)
     expected = set(range(facts.num_layers + facts.num_mtp_layers))
     unknown, absent = sorted(layers - expected), sorted(expected - layers)
     if absent:
@@ -267,23 +288,14 @@ def _check_group_size(recipe: Recipe, facts: ModelFacts) -> None:
         )
 
 
-def _dead_entries(source: SourceFormat, index: CheckpointIndex) -> list[str]:
-    """Entries of the source's ignore list that name no module. GLM-5.2 ships one; harmless, but say so."""
-    modules = {name.rsplit(".", 1)[0] for name in index.tensors}
-    components = {component for module in modules for component in _suffixes(module)}
-    dead = [
+def dead_entries(ignore: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Entries of an ignore list that name no module, part or tail of one. GLM-5.2 ships one; harmless, but say so."""
+    modules = {name.rsplit(".", 1)[0] for name in names}
+    dotted = "\n".join(f".{module}." for module in modules)
+    return [
         entry
-        for entry in source.ignore
+        for entry in ignore
         if not (
-            any(re.match(entry[3:], module) for module in modules) if entry.startswith("re:") else entry in components
+            any(map(re.compile(entry[3:]).match, modules)) if entry.startswith("re:") else f".{entry}." in dotted
         )
     ]
-    return [f"the source's config ignores {entry!r}, but no module has that name" for entry in dead]
-
-
-def _suffixes(module: str) -> Iterator[str]:
-    """All dotted runs of a module name: ignore lists name modules, their parts and their tails."""
-    parts = module.split(".")
-    for start in range(len(parts)):
-        for stop in range(start + 1, len(parts) + 1):
-            yield ".".join(parts[start:stop])
