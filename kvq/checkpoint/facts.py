@@ -1,7 +1,7 @@
-"""Published checkpoints without their files: every tensor's name, dtype and shape from config and source format alone.
+"""Published checkpoints without their files: every tensor's name, dtype and shape from config and source format.
 
-The configs lie in `known/`, one file an alias, with the source of each and what is assumed beside it. Sizes derived here
-meet the published ones (tests/publish/test_published_figures.py); docs/plan.md says where they do not.
+The configs lie in `known/`, one file an alias, with the source of each and what is assumed beside it. Sizes derived
+here meet the published ones (tests/publish/test_published_figures.py); docs/plan.md says where they do not.
 """
 
 import json

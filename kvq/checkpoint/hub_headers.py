@@ -1,7 +1,7 @@
 """A Hub repository's config, index and shard headers, without its weights: two range requests a shard, no more.
 
-The first asks for the eight bytes that say how long the header is, the second for the header. Answers are not trusted: a
-length is checked against the file's size before it is asked for, and a server that ignores ranges is left at once.
+The first asks for the eight bytes that say how long the header is, the second for the header. Answers are not trusted:
+a length is checked against the file's size before it is asked for, and a server that ignores ranges is left at once.
 """
 
 import re
@@ -28,13 +28,16 @@ def hub_metadata(repo: str, revision: str | None = None) -> tuple[dict[str, Any]
         commit, files = info.sha, [file.rfilename for file in info.siblings or ()]
         if "config.json" not in files:
             raise HubError(f"{repo}: the repository has no config.json; it is no checkpoint that kvq can plan for.")
-        wanted = [name for name in ("config.json", INDEX_NAME) if name in files]
-        folder = [Path(hf_hub_download(repo, name, revision=commit)).parent for name in wanted][0]
+        folder = Path(hf_hub_download(repo, "config.json", revision=commit)).parent
+        if INDEX_NAME in files:
+            hf_hub_download(repo, INDEX_NAME, revision=commit)
     shards = sorted(name for name in files if name.endswith(".safetensors") and "/" not in name)
 
     def read_headers(names: Sequence[str]) -> dict[str, list[TensorInfo]]:
         with hub_errors(repo), ThreadPoolExecutor(CONNECTIONS) as pool:
-            return dict(zip(names, pool.map(lambda name: _read_header(repo, commit, folder / name), names), strict=True))
+            return dict(
+                zip(names, pool.map(lambda name: _read_header(repo, commit, folder / name), names), strict=True)
+            )
 
     config = load_json(folder / "config.json")
     return config, assemble_index(folder, shards, read_headers), commit
@@ -52,7 +55,8 @@ def _read_header(repo: str, commit: str, path: Path) -> list[TensorInfo]:
 def _get_range(repo: str, commit: str, name: str, offset: int, count: int) -> tuple[bytes, int]:
     """`count` bytes from `offset`, and the size of the whole file. Nothing beyond the range is read."""
     from huggingface_hub import get_session, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils._http import hf_raise_for_status
 
     headers = {**build_hf_headers(), "Range": f"bytes={offset}-{offset + count - 1}", "Accept-Encoding": "identity"}
     url = hf_hub_url(repo, name, revision=commit)
@@ -62,7 +66,9 @@ def _get_range(repo: str, commit: str, name: str, offset: int, count: int) -> tu
             hf_raise_for_status(response)
         answered = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range", ""))
         if response.status_code != 206 or answered is None or int(answered[1]) != offset:
-            raise HubError(f"{repo}: {name}: the server does not answer range requests; download it and give the folder.")
+            raise HubError(
+                f"{repo}: {name}: the server does not answer range requests; download it and give the folder."
+            )
         size, parts, got = int(answered[3]), [], 0
         for part in response.iter_raw():
             parts.append(part)

@@ -109,9 +109,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = load_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: has no weight_map. Download the file again.")
+    good: set[str] = set()
     for name, shard in weight_map.items():
+        if shard.__class__ is str and shard in good:
+            continue
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{path}: maps {name} to {shard!r}, which is not a file name in this folder.")
+        good.add(shard)
     return weight_map
 
 

@@ -40,7 +40,9 @@ def kv_layouts(facts: ModelFacts, indexer_layers: int, attention_tp: int = 1) ->
         heads, width = int(text["num_key_value_heads"]), int(text["head_dim"])
         own = max(1, heads // attention_tp)
         return [
-            KvLayout(f"GQA {heads}x{width}", dtype, *(2 * count * width * BYTES[dtype] * layers for count in (heads, own)))
+            KvLayout(
+                f"GQA {heads}x{width}", dtype, *(2 * count * width * BYTES[dtype] * layers for count in (heads, own))
+            )
             for dtype in KV_DTYPES
         ]
     latent, rope = int(text["kv_lora_rank"]), int(text["qk_rope_head_dim"])

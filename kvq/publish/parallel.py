@@ -42,7 +42,7 @@ def group_size_of(plan: QuantPlan) -> int:
 
 
 def problems(plan: QuantPlan, parallel: Parallel, group_size: int | None = None) -> list[str]:
-    """Why these sizes cannot be served; empty when they can. SGLang checks few of them and misplaces scales silently."""
+    """Why these sizes cannot be served; empty when they can. SGLang checks few of them and misplaces scales."""
     group = group_size or group_size_of(plan)
     if parallel.tp % parallel.ep or parallel.tp % parallel.dp:
         return [f"EP {parallel.ep} and DP {parallel.dp} must divide TP {parallel.tp}"]

@@ -62,9 +62,7 @@ def kv_fits(layouts: Sequence[KvLayout], pool_bytes: int, deployment: Deployment
         if deployment.kv_dtype in (None, layout.dtype):
             tokens = max(0, pool_bytes) // layout.on_each_gpu
             requests = tokens // deployment.context
-            fits.append(
-                KvFit(layout.name, layout.dtype, layout.bytes_per_token, tokens * pools, requests * pools)
-            )
+            fits.append(KvFit(layout.name, layout.dtype, layout.bytes_per_token, tokens * pools, requests * pools))
     return fits
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
 from kvq.checkpoint.formats import SourceFormat, detect_format
@@ -44,9 +44,8 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """One tensor of the output. `sources` are the tensors it is made of."""
+class TensorPlan(NamedTuple):
+    """One tensor of the output. `sources` are the tensors it is made of. A tuple, as there are 180,000 of them."""
 
     name: str
     dtype: str
@@ -99,7 +98,10 @@ def resolve_plan(recipe: Recipe, config: Mapping[str, Any], index: CheckpointInd
     facts = model_facts(config, index.folder)
     source = detect_format(config, index)
     dead = dead_entries(source.ignore, index.tensors)
-    warnings = [*index.warnings, *(f"the source's config ignores {entry!r}, but no module has that name" for entry in dead)]
+    warnings = [
+        *index.warnings,
+        *(f"the source's config ignores {entry!r}, but no module has that name" for entry in dead),
+    ]
     if source.kind == "int4-packed":
         return _pass_through(recipe, facts, source, index, warnings)
     _check_experts(facts, index)
@@ -140,20 +142,11 @@ def tensor_class(name: str, facts: ModelFacts) -> str:
     """Which kind of tensor this is; a key of REASONS."""
     if not name.startswith(facts.arch.prefix) or name.startswith(("vision_tower.", "mm_projector.")):
         return "vision"
-    place = facts.place_of(name)
-    if place is None:
+    _, layer, below = next(facts.places((name,)))
+    if layer is None:
         tops = {"model.embed_tokens.": "embeddings", "lm_head.": "lm_head", "model.norm.": "norms"}
-        below = name.removeprefix(facts.arch.prefix)
         return next((value for start, value in tops.items() if below.startswith(start)), "other")
-    return class_in_layer(without_expert(place[1]))
-
-
-def without_expert(below: str) -> str:
-    """A name below its layer with expert 0 in place of any: layers and experts repeat the same few names."""
-    if not below.startswith("mlp.experts."):
-        return below
-    number, dot, rest = below[len("mlp.experts.") :].partition(".")
-    return f"mlp.experts.0.{rest}" if dot and number.isascii() and number.isdigit() else below
+    return class_in_layer(below)
 
 
 @cache
@@ -165,14 +158,16 @@ def class_in_layer(below: str) -> str:
 def _plan_tensors(
     recipe: Recipe, facts: ModelFacts, source: SourceFormat, index: CheckpointIndex
 ) -> Iterator[TensorPlan]:
-    shard_of = _shard_names(facts, index)
-    for name in sorted(index.tensors):
-        info, place = index[name], facts.place_of(name)
-        kind = tensor_class(name, facts) if place is None else class_in_layer(without_expert(place[1]))
-        shard = shard_of[None if place is None else place[0]]
+    shard_of = _shard_names(facts)
+    scale_end = f".{source.scale_suffix}" if source.scale_suffix else None
+    for name, layer, below in facts.places(sorted(index.tensors)):
+        info, shard = index.tensors[name], shard_of[layer]
+        kind = tensor_class(name, facts) if layer is None else class_in_layer(below)
         if kind == "routed experts" and name.endswith(".weight"):
-            yield from _packed(recipe, name.removesuffix(".weight"), info.shape, shard, _sources(name, source, index))
-        elif kind == "routed experts" and source.scale_suffix and name.endswith("." + source.scale_suffix):
+            sources, module = _sources(info, source), name[: -len("weight")]
+            for suffix, dtype, shape in _packed_parts(info.shape, recipe.num_bits, recipe.group_size):
+                yield TensorPlan(module + suffix, dtype, shape, "pack", kind, shard, sources)
+        elif kind == "routed experts" and scale_end and name.endswith(scale_end):
             _check_scaled(name, source, index)  # consumed with its weight
         elif kind == "routed experts":
             raise CheckpointError(f"{index.folder}: unexpected tensor {name}: kvq knows weights and scales of experts.")
@@ -182,23 +177,23 @@ def _plan_tensors(
             )
 
 
-def _sources(name: str, source: SourceFormat, index: CheckpointIndex) -> tuple[str, ...]:
-    if index[name].dtype != "F8_E4M3":
-        return (name,)
-    return (name, f"{name.removesuffix('.weight')}.{source.scale_suffix}")
+def _sources(info: TensorInfo, source: SourceFormat) -> tuple[str, ...]:
+    if info.dtype != "F8_E4M3":
+        return (info.name,)
+    return (info.name, f"{info.name.removesuffix('weight')}{source.scale_suffix}")
 
 
-def _packed(
-    recipe: Recipe, module: str, shape: tuple[int, ...], shard: str, sources: tuple[str, ...]
-) -> Iterator[TensorPlan]:
+@cache
+def _packed_parts(
+    shape: tuple[int, int], num_bits: int, group_size: int
+) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """What a packed matrix is stored as: suffix, dtype and shape of each part."""
     rows, columns = shape
-    parts = (
-        ("weight_packed", "I32", (rows, columns * recipe.num_bits // 32)),
-        ("weight_scale", "BF16", (rows, columns // recipe.group_size)),
+    return (
+        ("weight_packed", "I32", (rows, columns * num_bits // 32)),
+        ("weight_scale", "BF16", (rows, columns // group_size)),
         ("weight_shape", "I64", (2,)),
     )
-    for suffix, dtype, part_shape in parts:
-        yield TensorPlan(f"{module}.{suffix}", dtype, part_shape, "pack", "routed experts", shard, sources)
 
 
 def _rest(
@@ -211,7 +206,7 @@ def _rest(
     )
     if info.dtype == "F8_E4M3":
         if to_bf16:
-            yield TensorPlan(name, "BF16", info.shape, "dequantize", kind, keep.shard, _sources(name, source, index))
+            yield TensorPlan(name, "BF16", info.shape, "dequantize", kind, keep.shard, _sources(info, source))
         else:
             yield keep
     elif source.scale_suffix and name.endswith("." + source.scale_suffix):
@@ -229,13 +224,9 @@ def _check_scaled(scale_name: str, source: SourceFormat, index: CheckpointIndex)
         raise CheckpointError(f"{index.folder}: {scale_name} is a scale, but its weight is not FP8.")
 
 
-def _layers(facts: ModelFacts, index: CheckpointIndex) -> set[int]:
-    return {layer for layer in map(facts.layer_of, index.tensors) if layer is not None}
-
-
-def _shard_names(facts: ModelFacts, index: CheckpointIndex) -> dict[int | None, str]:
+def _shard_names(facts: ModelFacts) -> dict[int | None, str]:
     """One shard for what lies outside the layers, then one per layer (an MTP layer too)."""
-    keys: list[int | None] = [None, *sorted(_layers(facts, index))]
+    keys: list[int | None] = [None, *range(facts.num_layers + facts.num_mtp_layers)]  # as _check_layers has seen
     return {key: f"model-{number:05d}-of-{len(keys):05d}.safetensors" for number, key in enumerate(keys, start=1)}
 
 
@@ -246,7 +237,7 @@ def _check_experts(facts: ModelFacts, index: CheckpointIndex) -> None:
     for layer, expert, (projection, shape) in product(facts.moe_layers, range(facts.num_experts), shapes.items()):
         module = facts.expert_module(layer, expert, projection)
         modules.add(module)
-        info = index[f"{module}.weight"]
+        info = index[module + ".weight"]
         if info.shape != shape:
             raise CheckpointError(
                 f"{index.folder / info.shard}: {info.name} is {list(info.shape)}, the config says {list(shape)}."
@@ -265,7 +256,7 @@ def _check_layers(facts: ModelFacts, index: CheckpointIndex) -> None:
     """There must be tensors of every layer that the config counts, and of the ends of the model, and of no other."""
     for name in ("model.embed_tokens.weight", "model.norm.weight"):
         index[facts.arch.prefix + name]  # raises when absent
-    layers = _layers(facts, index)
+    layers = {layer for _, layer, _ in facts.places(index.tensors) if layer is not None}
     expected = set(range(facts.num_layers + facts.num_mtp_layers))
     unknown, absent = sorted(layers - expected), sorted(expected - layers)
     if absent:
@@ -295,7 +286,5 @@ def dead_entries(ignore: Iterable[str], names: Iterable[str]) -> list[str]:
     return [
         entry
         for entry in ignore
-        if not (
-            any(map(re.compile(entry[3:]).match, modules)) if entry.startswith("re:") else f".{entry}." in dotted
-        )
+        if not (any(map(re.compile(entry[3:]).match, modules)) if entry.startswith("re:") else f".{entry}." in dotted)
     ]

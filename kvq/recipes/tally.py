@@ -1,50 +1,54 @@
 """Tensors counted: the few kinds that a checkpoint's hundred thousand tensors come in, with their numbers and bytes."""
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvq.checkpoint.architecture import ModelFacts
-from kvq.checkpoint.header import tensor_bytes
-from kvq.recipes.plan import class_in_layer, tensor_class, without_expert
+from kvq.checkpoint.header import TensorInfo, tensor_bytes
+from kvq.recipes.plan import TensorPlan, class_in_layer, tensor_class
 
 SCALES = ("weight_scale", "weight_scale_inv", "weight_shape", "k_scale", "v_scale", "input_scale")
 CODES_PER_WORD = 8
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
-    """Tensors that differ in layer and expert only. `below` is their name below the layer (or the prefix); `mtp` says
+    """Tensors that differ in layer and expert only. `below` is their name below the layer, or the whole name outside
+    the layers; `mtp` says
     that they lie in a multi-token-prediction layer. `parameters` counts weights, whatever they are stored as."""
 
     tensor_class: str
     below: str
     dtype: str
     mtp: bool
-    tensors: int = 0
-    parameters: int = 0
-    nbytes: int = 0
+    tensors: int
+    parameters: int
+    nbytes: int
 
 
-def tally(tensors: Iterable[tuple[str, str, tuple[int, ...]]], facts: ModelFacts) -> list[Kind]:
-    """Kinds of tensors given as name, dtype and shape."""
-    kinds: dict[tuple[str, str, bool, tuple[int, ...]], Kind] = {}
-    counts: dict[tuple[str, str, bool, tuple[int, ...]], int] = {}
-    for name, dtype, shape in tensors:
-        place = facts.place_of(name)
-        if place is None:
-            key = (name.removeprefix(facts.arch.prefix), dtype, False, shape)
-        else:
-            key = (without_expert(place[1]), dtype, place[0] >= facts.num_layers, shape)
-        if key not in kinds:
-            title = tensor_class(name, facts) if place is None else class_in_layer(key[0])
-            kinds[key] = Kind(title, key[0], dtype, key[2])
-        counts[key] = counts.get(key, 0) + 1
-    for (below, dtype, _, shape), count in counts.items():
-        kind = kinds[below, dtype, _, shape]
-        kind.tensors, kind.nbytes = count, count * tensor_bytes(dtype, shape)
-        kind.parameters = count * _parameters(below, dtype, shape)
-    return list(kinds.values())
+def tally(tensors: Collection[TensorInfo] | Collection[TensorPlan], facts: ModelFacts) -> list[Kind]:
+    """Kinds of the tensors of a source or of an output."""
+    first_mtp = facts.num_layers
+    places = facts.places([tensor.name for tensor in tensors])
+    counts = Counter(
+        (
+            layer is None,
+            name if layer is None else below,
+            tensor.dtype,
+            layer is not None and layer >= first_mtp,
+            tensor.shape,
+        )
+        for (name, layer, below), tensor in zip(places, tensors, strict=True)
+    )
+    return [
+        Kind(
+            tensor_class(below, facts) if outside else class_in_layer(below), below, dtype, mtp,
+            count, count * _parameters(below, dtype, shape), count * tensor_bytes(dtype, shape),
+        )
+        for (outside, below, dtype, mtp, shape), count in counts.items()
+    ]  # fmt: skip
 
 
 def _parameters(below: str, dtype: str, shape: tuple[int, ...]) -> int:

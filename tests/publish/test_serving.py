@@ -14,10 +14,9 @@ from kvq.recipes.schema import Recipe
 from tests.checkpoints import TINY, make_checkpoint
 from tests.runs import Shared
 
-
 # Matrices of two, four and more FP8 blocks: only the experts' 256 columns limit what fits.
-WIDE = replace(TINY, moe_intermediate_size=256, intermediate_size=2048, num_attention_heads=8, qk_nope_head_dim=120,
-               qk_rope_head_dim=8, v_head_dim=136)  # fmt: skip
+WIDE = replace(TINY, moe_intermediate_size=256, intermediate_size=2048, num_attention_heads=8, qk_nope_head_dim=128,
+               qk_rope_head_dim=128, v_head_dim=128)  # fmt: skip
 
 
 def plan_of(folder: Path, **fields: object) -> QuantPlan:
