@@ -144,7 +144,9 @@ def _are_sizes(values: Any) -> bool:
 def _tensor(path: Path, shard: str, name: str, entry: Any, start: int) -> TensorInfo:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: header entry {name!r} is not an object. Download this shard again.")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(f"{path}: tensor {name} has dtype {dtype!r}, which kvq does not know.")
     if not _are_sizes(shape):

@@ -1,8 +1,8 @@
 """What a quantization run will need: disk, memory, time, and how thinly the calibration tokens are spread.
 
-Memory is an estimate from the sizes of what `quantize/experts.py` and `calibration/forward.py` hold at once (docs/plan.md lists
-the terms). Time is a stored measurement scaled by the number of expert matrices, for a model of the same matrix
-sizes only; otherwise there is no figure.
+Memory is an estimate from the sizes of what `quantize/experts.py` and `calibration/forward.py` hold at once
+(docs/plan.md lists the terms). Time is a stored measurement scaled by the number of expert matrices, for a model of
+the same matrix sizes only; otherwise there is no figure.
 """
 
 import json

@@ -30,17 +30,11 @@ class Kind:
 
 def tally(tensors: Collection[TensorInfo] | Collection[TensorPlan], facts: ModelFacts) -> list[Kind]:
     """Kinds of the tensors of a source or of an output."""
-    first_mtp = facts.num_layers
-    places = facts.places([tensor.name for tensor in tensors])
+    rows: list[TensorInfo | TensorPlan] = [*tensors]
+    places = facts.places([row.name for row in rows])
     counts = Counter(
-        (
-            layer is None,
-            name if layer is None else below,
-            tensor.dtype,
-            layer is not None and layer >= first_mtp,
-            tensor.shape,
-        )
-        for (name, layer, below), tensor in zip(places, tensors, strict=True)
+        (layer is None, name if layer is None else below, row.dtype, (layer or 0) >= facts.num_layers, row.shape)
+        for (name, layer, below), row in zip(places, rows, strict=True)
     )
     return [
         Kind(
