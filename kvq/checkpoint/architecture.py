@@ -108,7 +108,7 @@ class ModelFacts:
         """
         prefix, layer, below = "\0", None, ""
         for name in names:
-            if not name.startswith(prefix):
+            if not name.startswith(prefix) or (not below and name.startswith(EXPERTS, len(prefix))):
                 place = self.place_of(name)
                 if place is None:
                     yield name, None, name.removeprefix(self.arch.prefix)
