@@ -48,10 +48,10 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:  # noqa: N802 - the base class names it so
+    def do_HEAD(self) -> None:
         self.answer(body=False)
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self.answer(body=True)
 
     def answer(self, body: bool) -> None:

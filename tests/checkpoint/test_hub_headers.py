@@ -1,4 +1,4 @@
-"""Headers of a Hub repository by range requests: the unmodified client, in a process of its own, against a local Hub."""
+"""Headers of a Hub repository by range requests: the unmodified client, in its own process, against a local Hub."""
 
 import json
 import subprocess

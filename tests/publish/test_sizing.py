@@ -108,7 +108,7 @@ def test_layers_that_share_an_indexer_keep_no_key() -> None:
         ("glm-4.7", "int4", Parallel(4), 128, None),
         ("glm-5.2", "int4", Parallel(8), 128, None),
         ("glm-5.2", "int4", Parallel(32), 128, "2048/32 = 64 columns: no whole groups of 128"),
-        ("glm-5.2", "int4", Parallel(32, ep=2), 128, "shared experts: 2048/32 = 64 columns are no whole FP8 blocks of 128"),
+        ("glm-5.2", "int4", Parallel(32, ep=2), 128, "shared experts: 2048/32 = 64 columns are no whole FP8 blocks"),
         ("glm-5.2", "int4", Parallel(3), 128, "64 attention heads do not divide by 3"),
         ("glm-5.2", "int4", Parallel(8, ep=3), 128, "EP 3 and DP 1 must divide TP 8"),
         ("kimi-k2", "int4", Parallel(256, ep=256), 128, "384 experts do not divide by EP 256"),
