@@ -10,6 +10,7 @@ import typer
 
 from kvq import __version__
 from kvq.errors import KvqError, OutputError, RecipeError, VerificationError
+from kvq.stop import StopRequest
 
 if TYPE_CHECKING:
     from kvq.recipes.models import KnownModel
@@ -59,6 +60,9 @@ def quantize(
         str | None, typer.Option(help="Hub revision; by default the newest, recorded as a commit.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, read no weights, write nothing.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard what an unfinished run left; begin anew.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Quantize the routed experts to INT4 and keep everything else as it is."""
@@ -84,8 +88,8 @@ def quantize(
         if as_json:
             _print_json(plan_dict(prepared.plan, folder))
         return
-    with RunProgress(quiet=as_json) as progress:
-        manifest = quantize_checkpoint(prepared, progress)
+    with StopRequest() as stop, RunProgress(quiet=as_json) as progress:
+        manifest = quantize_checkpoint(prepared, progress, restart=restart, stop=stop)
     seconds = time.monotonic() - started
     peak = peak_memory(prepared.device)
     if as_json:
@@ -287,7 +291,9 @@ def main() -> None:
         sys.exit(error.exit_code)
     except SystemExit as stop:  # typer turns Ctrl-C into this, without a word
         if stop.code == INTERRUPTED:
-            typer.echo("kvq: interrupted; nothing was finished. <out>.partial may be removed.", err=True)
+            typer.echo(
+                "kvq: interrupted. A quantization goes on from its last finished layer with the same command.", err=True
+            )
         raise
     except OSError as error:
         typer.echo(f"kvq: {error}", err=True)

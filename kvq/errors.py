@@ -7,10 +7,10 @@
     |-- VerificationError      5   a written checkpoint is not what its manifest says
     |-- QuantizationError      6   the solver: too many fallbacks, a result that cannot be right
     |-- OutputError            7   the place to write: exists already, too little space
-    `-- HubError               8   the Hub: unreachable, refused, no such model
+    |-- HubError               8   the Hub: unreachable, refused, no such model
+    `-- StoppedError         130   SIGINT came (143: SIGTERM); what is finished is kept
 
 Every message names the place, what was found and what to do. The number is the exit code.
-Interrupted runs end with 130, as shells have it.
 """
 
 
@@ -60,3 +60,11 @@ class HubError(KvqError):
     """The Hugging Face Hub did not deliver."""
 
     exit_code = 8
+
+
+class StoppedError(KvqError):
+    """A signal asked the run to stop, and it did so between two steps."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

@@ -3,31 +3,37 @@
 reader -> plan -> calibration forward -> solver -> packer -> writer -> manifest
 """
 
+import hashlib
+import json
 import resource
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from kvq import __version__
 from kvq.calibration.activations import ActivationStore
 from kvq.calibration.dataset import TokenSet, load_packed
 from kvq.calibration.experts import RoutingRecorder, sort_by_expert
 from kvq.calibration.forward import ModelRunner, check_complete, pick_device
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.index import MANIFEST_NAME
+from kvq.checkpoint.journal import Journal, Step, can_continue
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
-from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json
-from kvq.errors import CalibrationError, OutputError, QuantizationError
-from kvq.publish.manifest import RunRecord, build_manifest, manifest_text
+from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
+from kvq.errors import CalibrationError, OutputError, QuantizationError, StoppedError
+from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, package_versions
 from kvq.quantize.experts import Capture, LayerSolver, SolvedLayer
 from kvq.quantize.types import FALLBACKS, ModuleResult
 from kvq.recipes.plan import QuantPlan, TensorPlan, resolve_plan
 from kvq.recipes.schema import Recipe
 from kvq.recipes.scheme import output_config
+from kvq.stop import StopRequest
 
 # The source's model card says things that are no longer true of the output.
 RENAMED_SIDE_FILES = {"README.md": "SOURCE_README.md"}
@@ -84,16 +90,57 @@ def prepare(
     return prepared
 
 
-def quantize_checkpoint(prepared: Prepared, progress: Progress) -> dict[str, object]:
-    """Run it. Gives the manifest that was written. An error leaves `<out>.partial` and no `<out>`."""
-    run = Run(prepared, CheckpointWriter(prepared.out), progress)
-    run.load_calibration()  # before anything is written
-    with run.writer:
-        if prepared.plan.pass_through:
+def quantize_checkpoint(
+    prepared: Prepared, progress: Progress, *, restart: bool = False, stop: StopRequest | None = None
+) -> dict[str, object]:
+    """Run it, or go on with a run of the same fingerprint. Gives the manifest that was written.
+
+    An error or a stop leaves `<out>.partial` and no `<out>`; `restart` discards what an earlier run left.
+    """
+    tokens = _load_calibration(prepared)  # before anything is written
+    partial = partial_of(prepared.out)
+    if restart and partial.exists() and can_continue(partial):
+        shutil.rmtree(partial)
+    if prepared.plan.pass_through:
+        run = Run(prepared, CheckpointWriter(prepared.out), progress, stop=stop)
+        with run.writer:
             run.copy_shards()
-        else:
-            run.quantize()
+            return run.finish()
+    journal = Journal(partial)
+    journal.begin(_fingerprint(prepared, tokens))
+    run = Run(prepared, CheckpointWriter(prepared.out, journal), progress, tokens=tokens, stop=stop)
+    with run.writer:
+        run.quantize(journal)
         return run.finish()
+
+
+def _load_calibration(prepared: Prepared) -> TokenSet | None:
+    """The data, where it is needed."""
+    plan = prepared.plan
+    if plan.pass_through or not plan.recipe.needs_calibration:
+        return None
+    return load_packed(
+        prepared.reader.folder, int(plan.facts.text_config["vocab_size"]), prepared.calibration,
+        plan.recipe.num_calibration_samples, plan.recipe.max_seq_length,
+    )  # fmt: skip
+
+
+def _fingerprint(prepared: Prepared, tokens: TokenSet | None) -> dict[str, object]:
+    """All that the output depends on. A difference in any of these forbids going on with a run."""
+    folder, index = prepared.reader.folder, prepared.reader.index
+    sizes = {shard: (folder / shard).stat().st_size for shard in index.shards}
+    layout = {name: [info.shard, info.dtype, info.shape, info.offset] for name, info in sorted(index.tensors.items())}
+    described = json.dumps([sizes, layout, prepared.reader.config], sort_keys=True)
+    return {
+        "kvq version": __version__,
+        "package versions": package_versions(),
+        "recipe": prepared.plan.recipe.sha256,
+        "source": [prepared.source.name, prepared.source.revision],
+        "source files": hashlib.sha256(described.encode()).hexdigest(),
+        "calibration data": None if tokens is None else [tokens.name.rsplit("/", 1)[-1], tokens.sha256],
+        "device": prepared.device.type,
+        "target": prepared.target,
+    }
 
 
 @dataclass(eq=False)
@@ -105,6 +152,7 @@ class Run:
     progress: Progress
     results: list[ModuleResult] = field(default_factory=list)
     tokens: TokenSet | None = None
+    stop: StopRequest | None = None
 
     @property
     def plan(self) -> QuantPlan:
@@ -117,39 +165,58 @@ class Run:
             self.progress.stage(None, len(reader.index.shards), f"copying {shard}")
             self.writer.copy_file(reader.folder, Path(shard))
             self.progress.layer_done(number, len(reader.index.shards))
+            self._stop_if_asked(f"Stopped after shard {number + 1} of {len(reader.index.shards)}.")
         self.writer.weight_map = {name: tensor.shard for name, tensor in self.plan.tensors.items()}
         self.writer.total_size = self.plan.output_bytes
 
-    def quantize(self) -> None:
+    def quantize(self, journal: Journal) -> None:
+        """Step 0 writes what lies outside the layers, step n + 1 does layer n. Finished steps are taken over."""
         facts, reader = self.plan.facts, self.prepared.reader
         shards = self.plan.shard_tensors()
         by_layer = {facts.layer_of(tensors[0].name): (shard, tensors) for shard, tensors in shards.items()}
         runner = ModelRunner(reader, self.prepared.device)
-        store = None if self.tokens is None else runner.embed(self.tokens.tokens_NS)
         total = facts.num_layers + facts.num_mtp_layers
-        self.progress.stage(None, total, "writing embeddings and head")
-        self._write_shard(*by_layer[None], {})
-        for layer in range(total):
+        self.results = [ModuleResult(**row) for step in journal.steps for row in step.results]
+        store = None if self.tokens is None else runner.embed(self.tokens.tokens_NS)
+        if store is not None and journal.steps and journal.steps[-1].state is not None:
+            store.restore(journal.load_state())
+        if not journal.steps:
+            self.progress.stage(None, total, "writing embeddings and head")
+            self._finish_step(journal, *by_layer[None], SolvedLayer(), None)
+        for layer in range(len(journal.steps) - 1, total):
             solved = self._layer(runner, layer, store)
             self._note_results(solved.results)
             self.progress.stage(layer, total, "writing")
-            self._write_shard(*by_layer[layer], solved.tensors)
+            self._finish_step(journal, *by_layer[layer], solved, store if layer + 1 < total else None)
             reader.release()
             self.progress.layer_done(layer, total)
+            if layer + 1 < total:
+                self._stop_if_asked(f"Stopped after layer {layer + 1} of {total}.")
 
-    def load_calibration(self) -> None:
-        """The data, where it is needed."""
-        recipe = self.plan.recipe
-        if self.plan.pass_through or not recipe.needs_calibration:
-            return
-        vocab_size = int(self.plan.facts.text_config["vocab_size"])
-        self.tokens = load_packed(
-            self.prepared.reader.folder,
-            vocab_size,
-            self.prepared.calibration,
-            recipe.num_calibration_samples,
-            recipe.max_seq_length,
+    def _stop_if_asked(self, message: str) -> None:
+        if self.stop is not None and self.stop.signal is not None:
+            raise StoppedError(message, self.stop.signal)
+
+    def _finish_step(
+        self,
+        journal: Journal,
+        shard: str,
+        tensors: list[TensorPlan],
+        solved: SolvedLayer,
+        store: ActivationStore | None,
+    ) -> None:
+        """Write the shard, then the record that makes it count."""
+        self._write_shard(shard, tensors, solved.tensors)
+        number = len(journal.steps)
+        step = Step(
+            number=number,
+            shard=shard,
+            sha256=self.writer.sha256[shard],
+            tensors={tensor.name: tensor.nbytes for tensor in tensors},
+            results=[asdict(result) for result in solved.results],
+            state=None if store is None else f"state-{number:05d}.safetensors",
         )
+        journal.finish_step(step, None if store is None else store.state())
 
     def _layer(self, runner: ModelRunner, layer: int, store: ActivationStore | None) -> SolvedLayer:
         """Forward (where data is used), solve, and leave the layer's output in the store."""

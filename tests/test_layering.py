@@ -10,8 +10,8 @@ import kvq
 
 PACKAGE = Path(kvq.__file__).parent
 ORDER = (
-    "errors", "checkpoint", "recipes", "calibration", "quantize", "verify", "publish", "pipeline", "console", "cli",
-    "__main__",
+    "errors", "stop", "checkpoint", "recipes", "calibration", "quantize", "verify", "publish", "pipeline", "console",
+    "cli", "__main__",
 )  # fmt: skip
 TRANSFORMERS = ("calibration/transformers_door.py", "calibration/tiktoken_door.py")
 DOORS = {
@@ -20,7 +20,7 @@ DOORS = {
     "tokenizers": TRANSFORMERS,
     "llmcompressor": ("quantize/llmcompressor_backend.py",),
     "compressed_tensors": ("checkpoint/packing.py", "quantize/llmcompressor_backend.py", "verify/structure.py"),
-    "safetensors": ("checkpoint/reader.py", "checkpoint/writer.py"),
+    "safetensors": ("checkpoint/reader.py", "checkpoint/writer.py", "checkpoint/journal.py"),
     "huggingface_hub": ("checkpoint/source.py", "checkpoint/hub_headers.py"),
     "httpx": ("checkpoint/source.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),

@@ -48,6 +48,18 @@ class ActivationStore:
         everything = torch.arange(min(length, index_topk), dtype=torch.int32, device=device)
         return everything.expand(batch.stop - batch.start, length, -1)
 
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next layer depends on, to be kept and restored."""
+        values = {"hidden_NSH": self.hidden_NSH}
+        return values if self._topk_NSK is None else {**values, "topk_NSK": self._topk_NSK}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a state that was kept."""
+        hidden = state["hidden_NSH"]
+        assert hidden.shape == self.hidden_NSH.shape and hidden.dtype == self.hidden_NSH.dtype, "another run's state"
+        self.hidden_NSH = hidden
+        self._topk_NSK = state.get("topk_NSK")
+
     @property
     def num_tokens(self) -> int:
         return self.hidden_NSH.shape[0] * self.hidden_NSH.shape[1]

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvq.checkpoint.index import INDEX_NAME
+from kvq.checkpoint.journal import Journal, Step, can_continue, sync_folder
 from kvq.errors import KvqError, OutputError
 
 SPARE_BYTES = 64 * 2**20  # manifest, index, file-system overhead
@@ -46,11 +47,15 @@ def check_output(out: Path, needed_bytes: int) -> None:
         raise OutputError(f"{out} exists and is not a folder. Choose another --out.")
     if out.is_dir() and any(out.iterdir()):
         raise OutputError(f"{out} is not empty; kvq never overwrites a checkpoint. Choose another --out or remove it.")
-    _refuse_partial(partial_of(out))
+    partial = partial_of(out)
+    if partial.exists() and not can_continue(partial):
+        _refuse_partial(partial)
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not os.access(parent, os.W_OK):
         raise OutputError(f"{parent} is not writable. Choose another --out.")
     free = shutil.disk_usage(parent).free
+    if partial.exists():  # what an earlier run has written counts
+        needed_bytes -= min(needed_bytes, bytes_of(path for path in partial.glob("*.safetensors")))
     if needed_bytes + SPARE_BYTES > free:
         raise OutputError(
             f"{parent}: the output needs {(needed_bytes + SPARE_BYTES) / 1e9:.2f} GB and {free / 1e9:.2f} GB are free. "
@@ -64,25 +69,36 @@ def partial_of(out: Path) -> Path:
 
 
 def _refuse_partial(partial: Path) -> None:
-    if partial.exists():
-        raise OutputError(
-            f"{partial} is left from a run that did not finish (or one that is still going). Remove it, or choose "
-            "another --out."
-        )
+    raise OutputError(
+        f"{partial} is left from a run that did not finish and cannot be continued. Remove it, or choose another --out."
+    )
 
 
 class CheckpointWriter:
-    """Collects shards and side files. Use as a context manager: an error leaves `<out>.partial`, never `<out>`."""
+    """Collects shards and side files. Use as a context manager: an error leaves `<out>.partial`, never `<out>`.
 
-    def __init__(self, out: Path) -> None:
+    With a journal that has begun, shards of finished steps are taken over, and an error leaves a run to go on with.
+    """
+
+    def __init__(self, out: Path, journal: Journal | None = None) -> None:
         self.out = out
         self.partial = partial_of(out)
+        self.journal = journal
         self.weight_map: dict[str, str] = {}
         self.total_size = 0
         self.sha256: dict[str, str] = {}
 
     def __enter__(self) -> Self:
-        _refuse_partial(self.partial)
+        if self.journal is not None:
+            try:
+                for step in self.journal.steps:
+                    self._take_over(step)
+            except BaseException:
+                self.journal.close()
+                raise
+            return self
+        if self.partial.exists():
+            _refuse_partial(self.partial)
         try:
             self.partial.mkdir(parents=True)
         except OSError as error:
@@ -92,12 +108,23 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """An error says what is left behind. Anything written so far stays in `<out>.partial`, for the curious."""
+        """An error says what is left behind."""
         left = f"Remove {self.partial} before the next run."
+        if self.journal is not None:
+            self.journal.close()
+            left = f"What is finished is kept in {self.partial}: the same command goes on from there."
         if isinstance(value, OSError):
             raise OutputError(f"{self.partial}: writing failed ({value.strerror or value}). {left}") from value
         if isinstance(value, KvqError):
             value.args = (f"{value} {left}",)
+
+    def _take_over(self, step: Step) -> None:
+        path = self.partial / step.shard
+        if not path.is_file() or sha256_file(path) != step.sha256:
+            raise OutputError(f"{path} has changed since it was written. Add --restart to begin anew.")
+        self.weight_map.update(dict.fromkeys(step.tensors, step.shard))
+        self.total_size += sum(step.tensors.values())
+        self.sha256[step.shard] = step.sha256
 
     def add_shard(self, shard: str, tensors: Mapping[str, Tensor]) -> None:
         """Write one shard and remember its names. Tensors may be on any device."""
@@ -133,24 +160,19 @@ class CheckpointWriter:
 
     def publish(self) -> None:
         """Give the folder its name. The last step."""
-        self._sync_folder(self.partial)
+        sync_folder(self.partial)
         if self.out.is_dir():
             self.out.rmdir()  # empty, as check_output saw; fails if something appeared meanwhile
-        self.partial.rename(self.out)
-        self._sync_folder(self.out.parent)
+        if self.journal is not None:
+            self.journal.publish(self.out)
+        else:
+            self.partial.rename(self.out)
+        sync_folder(self.out.parent)
 
     def _sync(self, path: Path) -> None:
         with path.open("rb+") as file:
             os.fsync(file.fileno())
         self.sha256[str(path.relative_to(self.partial))] = sha256_file(path)
-
-    @staticmethod
-    def _sync_folder(path: Path) -> None:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _umask() -> int:

@@ -55,7 +55,7 @@ def build_manifest(
     return {
         "manifest_version": MANIFEST_VERSION,
         "kvq_version": __version__,
-        "versions": {name: _version(name) for name in NUMERIC_PACKAGES},
+        "versions": package_versions(),
         "source": {
             "id": record.source.id if record.source.revision else record.source.name,
             "revision": record.source.revision,
@@ -83,6 +83,11 @@ def build_manifest(
         "modules": [asdict(result) for result in results],
         "files": dict(sorted(sha256.items())),
     }  # fmt: skip
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of the packages that the numbers depend on."""
+    return {name: _version(name) for name in NUMERIC_PACKAGES}
 
 
 def _version(package: str) -> str | None:

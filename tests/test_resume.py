@@ -1,0 +1,227 @@
+"""A run that was cut off anywhere goes on to the same bytes, and only if nothing that matters has changed."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvq.checkpoint.journal import FOLDER
+from kvq.checkpoint.source import resolve_source
+from kvq.errors import OutputError, StoppedError
+from kvq.pipeline import prepare, quantize_checkpoint
+from kvq.recipes.schema import load_recipe, override
+from kvq.stop import StopRequest
+from tests.checkpoints import TINY, edit_config, make_checkpoint
+from tests.runs import SETTINGS, Quiet, fresh_environment, write_calibration
+
+# Sequences longer than what the indexer selects: the selection is part of the state that is kept.
+DIMS = {"glm_moe_dsa": replace(TINY, index_topk=16), "glm4_moe": TINY, "kimi_k2": TINY}
+SOURCES = {"glm_moe_dsa": "fp8_block", "glm4_moe": "fp8_channel", "kimi_k2": "fp8_block"}
+
+
+class Cut(BaseException):
+    """What kills a run in these tests; no handler for errors may stop it."""
+
+
+class CutAt(Quiet):
+    """Dies at the n-th thing that a run tells."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Cut
+
+    def stage(self, layer: int | None, num_layers: int, text: str) -> None:
+        self._count()
+
+    def layer_done(self, layer: int, num_layers: int) -> None:
+        self._count()
+
+
+class Bench:
+    """One source, and runs of it into one output."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        self.source = make_checkpoint(folder / "source", family, SOURCES[family], DIMS[family], block_size=(32, 32))
+        self.calibration = write_calibration(folder / "calibration.jsonl")
+        self.out = folder / "out"
+        self.partial = folder / "out.partial"
+
+    def run(self, progress: Quiet, *settings: str, restart: bool = False, stop: StopRequest | None = None) -> None:
+        recipe = override(load_recipe("int4"), [*SETTINGS, *settings])
+        source = resolve_source(str(self.source))
+        prepared = prepare(source, recipe, self.out, device="cpu", calibration=self.calibration)
+        quantize_checkpoint(prepared, progress, restart=restart, stop=stop)
+
+    def contents(self) -> dict[str, bytes]:
+        files = (path for path in self.out.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.out)): path.read_bytes() for path in files}
+
+    def remove_output(self) -> dict[str, bytes]:
+        contents = self.contents()
+        for path in self.out.iterdir():
+            path.unlink()
+        self.out.rmdir()
+        return contents
+
+
+def cut_until_done(bench: Bench, first: int) -> int:
+    """Cut the first run after `first` words, each later one a little after; gives the number of runs."""
+    for runs in range(1, 100):
+        try:
+            bench.run(CutAt(first + runs))
+        except Cut:
+            assert not bench.out.exists()
+        else:
+            return runs
+    raise AssertionError("never finished")
+
+
+@pytest.mark.parametrize("family", SOURCES)
+def test_cut_again_and_again_gives_the_same_bytes(tmp_path: Path, family: str) -> None:
+    bench = Bench(tmp_path, family)
+    bench.run(Quiet())
+    straight = bench.remove_output()
+    assert cut_until_done(bench, first=2) > 2
+    assert bench.contents() == straight
+    assert not bench.partial.exists() and not (bench.out / FOLDER).exists()
+
+
+def dying(real: Callable[..., None], number: int) -> Callable[..., None]:
+    """A function that dies at its n-th call, before it does anything."""
+    calls = 0
+
+    def replacement(*arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > number:
+            raise Cut
+        real(*arguments)
+
+    return replacement
+
+
+@pytest.mark.parametrize("function", ["fsync", "rename"])
+def test_cut_at_every_durable_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """Between any two steps of making something durable there is a state to go on from."""
+    bench = Bench(tmp_path, "kimi_k2")
+    bench.run(Quiet())
+    straight = bench.remove_output()
+    number = 0
+    while not bench.out.exists():
+        real = os.fsync if function == "fsync" else Path.rename
+        with monkeypatch.context() as patch:
+            patch.setattr(os if function == "fsync" else Path, function, dying(real, number))
+            with contextlib.suppress(Cut):
+                bench.run(Quiet())
+        number += 1
+    assert number > 3
+    assert bench.contents() == straight
+
+
+def changed_recipe(bench: Bench) -> None:
+    bench.run(Quiet(), "dampening_frac=0.02")
+
+
+def changed_calibration(bench: Bench) -> None:
+    bench.calibration.write_text(bench.calibration.read_text().replace("[", "[1, ", 1))
+    bench.run(Quiet())
+
+
+def changed_source(bench: Bench) -> None:
+    edit_config(bench.source, lambda config: config.update(rms_norm_eps=1e-4))
+    bench.run(Quiet())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(changed_recipe, "recipe"), (changed_calibration, "calibration data"), (changed_source, "source files")],
+)
+def test_another_run_may_not_go_on(tmp_path: Path, change: Callable[[Bench], None], named: str) -> None:
+    bench = Bench(tmp_path, "kimi_k2")
+    with pytest.raises(Cut):
+        bench.run(CutAt(8))
+    with pytest.raises(OutputError, match=f"another {named} .*--restart"):
+        change(bench)
+    assert bench.partial.exists() and not bench.out.exists()
+    bench.run(Quiet(), restart=True)
+    assert bench.out.exists() and not bench.partial.exists()
+
+
+def test_changed_shard_is_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "kimi_k2")
+    with pytest.raises(Cut):
+        bench.run(CutAt(12))
+    shard = sorted(bench.partial.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(OutputError, match=f"{shard.name} has changed since it was written"):
+        bench.run(Quiet())
+
+
+def test_two_runs_do_not_share_an_output(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "kimi_k2")
+    with pytest.raises(Cut):
+        bench.run(CutAt(8))
+    with (bench.partial / FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OutputError, match="another run is writing there"):
+            bench.run(Quiet())
+    bench.run(Quiet())
+
+
+def test_stop_request_finishes_the_layer(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "kimi_k2")
+    bench.run(Quiet())
+    straight = bench.remove_output()
+    stop = StopRequest()
+    stop.signal = signal.SIGTERM
+    with pytest.raises(StoppedError, match=r"Stopped after layer 1 of 3\. What is finished is kept") as caught:
+        bench.run(Quiet(), stop=stop)
+    assert caught.value.exit_code == 143
+    assert (bench.partial / FOLDER / "step-00001.json").exists()
+    bench.run(Quiet())
+    assert bench.contents() == straight
+
+
+def test_second_signal_stops_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert "a second signal stops at once" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_process(tmp_path: Path, number: signal.Signals) -> None:
+    """A real process, killed as soon as its first layer is durable, and the same command again."""
+    bench = Bench(tmp_path, "kimi_k2")
+    settings = [flag for setting in SETTINGS for flag in ("--set", setting)]
+    command = [sys.executable, "-m", "kvq", "quantize", str(bench.source), *settings]
+    command += ["--calibration", str(bench.calibration), "--out", str(bench.out), "--device", "cpu"]
+    process = subprocess.Popen(command, env=fresh_environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    first_layer = bench.partial / FOLDER / "step-00001.json"
+    while process.poll() is None and not first_layer.exists():
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, words = process.communicate()
+    if process.returncode != 0:  # it may have been quicker than the signal
+        assert process.returncode == (-9 if number == signal.SIGKILL else 143), words.decode()
+        assert not bench.out.exists() and b"Traceback" not in words
+    if not bench.out.exists():
+        bench.run(Quiet())
+    resumed = bench.remove_output()
+    bench.run(Quiet())
+    assert resumed == bench.contents()
