@@ -151,7 +151,6 @@ def plan(
 
     gc.disable()  # half a million small objects that all stay until the end: collecting takes a third of the time
     from kvq.checkpoint.metadata import read_metadata
-    from kvq.console import show_comparison, show_plan_report
     from kvq.publish.gpus import find_gpu
     from kvq.publish.parallel import Parallel
     from kvq.publish.plan_report import comparison_row, plan_report
@@ -171,7 +170,10 @@ def plan(
         rows.append(comparison_row(report) if compare else report)
     if as_json:
         _print_json(rows if compare else rows[0])
-    elif compare:
+        return
+    from kvq.console import show_comparison, show_plan_report
+
+    if compare:
         show_comparison(rows)
     else:
         show_plan_report(rows[0])

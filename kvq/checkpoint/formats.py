@@ -149,7 +149,7 @@ def _check_dtypes(index: CheckpointIndex, source: SourceFormat) -> None:
                     f"does not "
                     "explain. Is config.json from another release?"
                 )
-            if scale not in index:
+            if scale not in index.tensors:
                 raise CheckpointError(
                     f"{index.folder / info.shard}: FP8 tensor {name} has no scale {scale}; its values mean "
                     f"nothing without "

@@ -56,20 +56,21 @@ def file_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> int:
         by_dtype.setdefault(dtype, []).append((name, shape))
     length, end, digits = len(METADATA_ENTRY) + 2, 0, 1
     for dtype in sorted(by_dtype, key=LAYOUT_ORDER.index):
-        around = len(dtype) + len(EMPTY_ENTRY)
-        for name, shape in sorted(by_dtype[dtype]):
+        rows = sorted(by_dtype[dtype])
+        length += len(rows) * (len(dtype) + len(EMPTY_ENTRY)) + _text_length("".join(name for name, _ in rows))
+        for _, shape in rows:
             end += tensor_bytes(dtype, shape)
-            length += around + _text_length(name) + _shape_length(shape) + digits
+            length += _shape_length(shape) + digits
             digits = len(str(end))
             length += digits
     return 8 + -(-length // 8) * 8 + end
 
 
-def _text_length(name: str) -> int:
-    """Bytes of a name as JSON writes it, without its quotation marks."""
-    if name.isascii() and name.isprintable() and '"' not in name and "\\" not in name:
-        return len(name)
-    return len(json.dumps(name, ensure_ascii=False).encode()) - 2
+def _text_length(names: str) -> int:
+    """Bytes of names as JSON writes them, without their quotation marks."""
+    if names.isascii() and names.isprintable() and '"' not in names and "\\" not in names:
+        return len(names)
+    return len(json.dumps(names, ensure_ascii=False).encode()) - 2
 
 
 @lru_cache(maxsize=4096)

@@ -234,14 +234,15 @@ def _check_experts(facts: ModelFacts, index: CheckpointIndex) -> None:
     """Every routed expert of every MoE layer must be there with the shape that the config says, and no other."""
     modules = set()
     shapes = {projection: facts.expert_shape(projection) for projection in PROJECTIONS}
-    for layer, expert, (projection, shape) in product(facts.moe_layers, range(facts.num_experts), shapes.items()):
-        module = facts.expert_module(layer, expert, projection)
-        modules.add(module)
-        info = index[module + ".weight"]
-        if info.shape != shape:
-            raise CheckpointError(
-                f"{index.folder / info.shard}: {info.name} is {list(info.shape)}, the config says {list(shape)}."
-            )
+    for layer, expert in product(facts.moe_layers, range(facts.num_experts)):
+        start = facts.expert_module(layer, expert, "")
+        for projection, shape in shapes.items():
+            modules.add(start + projection)
+            info = index[start + projection + ".weight"]
+            if info.shape != shape:
+                raise CheckpointError(
+                    f"{index.folder / info.shard}: {info.name} is {list(info.shape)}, the config says {list(shape)}."
+                )
     _check_layers(facts, index)
     for name in index.tensors:
         module = name.rsplit(".", 1)[0]
@@ -281,10 +282,13 @@ def _check_group_size(recipe: Recipe, facts: ModelFacts) -> None:
 
 def dead_entries(ignore: Iterable[str], names: Iterable[str]) -> list[str]:
     """Entries of an ignore list that name no module, part or tail of one. GLM-5.2 ships one; harmless, but say so."""
+    entries = list(ignore)
+    if not entries:
+        return []
     modules = {name.rsplit(".", 1)[0] for name in names}
     dotted = "\n".join(f".{module}." for module in modules)
     return [
         entry
-        for entry in ignore
+        for entry in entries
         if not (any(map(re.compile(entry[3:]).match, modules)) if entry.startswith("re:") else f".{entry}." in dotted)
     ]
