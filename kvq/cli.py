@@ -14,6 +14,7 @@ from kvq.stop import StopRequest
 
 if TYPE_CHECKING:
     from kvq.recipes.models import KnownModel
+    from kvq.recipes.schema import Recipe
 
 INTERRUPTED = 130
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
@@ -67,12 +68,13 @@ def quantize(
     """Quantize the routed experts to INT4 and keep everything else as it is."""
     from kvq.checkpoint.source import resolve_source
     from kvq.console import RunProgress, plan_dict, show_plan, show_result
-    from kvq.recipes.schema import load_recipe, override
 
-    if w is not None and recipe is not None:
-        raise RecipeError("--w and --recipe both name a recipe; give one of them.")
     known = _known(model)
-    chosen = override(load_recipe(w or recipe or (known.default_recipe if known else "int4")), set_ or [])
+    chosen = _recipe(w, recipe, set_, known)
+    if dry_run and not Path(model).expanduser().is_dir():
+        folder = out or Path(f"{model.rsplit('/', 1)[-1]}-{chosen.name}")
+        _dry_run_from_hub(known.hub if known else model, revision, chosen, folder, as_json)
+        return
     started = time.monotonic()
     source = resolve_source(known.hub if known else model, revision)
     folder = out or Path(f"{model if known else source.name}-{chosen.name}")
@@ -96,6 +98,111 @@ def quantize(
     else:
         show_result(manifest, folder, seconds, peak)
         typer.echo(str(folder))
+
+
+def _recipe(w: str | None, recipe: str | None, settings: list[str] | None, known: "KnownModel | None") -> "Recipe":
+    from kvq.recipes.schema import load_recipe, override
+
+    if w is not None and recipe is not None:
+        raise RecipeError("--w and --recipe both name a recipe; give one of them.")
+    return override(load_recipe(w or recipe or (known.default_recipe if known else "int4")), settings or [])
+
+
+def _dry_run_from_hub(repo: str, revision: str | None, recipe: "Recipe", out: Path, as_json: bool) -> None:
+    """The plan of a Hub model from its headers: nothing is downloaded."""
+    from kvq.checkpoint.metadata import read_metadata
+    from kvq.checkpoint.writer import check_output
+    from kvq.console import plan_dict, show_plan
+    from kvq.recipes.plan import resolve_plan
+
+    metadata = read_metadata(repo, revision)
+    plan = resolve_plan(recipe, metadata.config, metadata.index)
+    check_output(out, plan.output_bytes)
+    if as_json:
+        _print_json(plan_dict(plan, out))
+    else:
+        show_plan(plan, out)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="Folder, alias (planned offline, from shipped facts) or Hub id.")],
+    recipes: Annotated[list[str] | None, typer.Argument(help="With --compare: recipes to put side by side.")] = None,
+    w: Annotated[str | None, typer.Option("--w", help="Recipe of the library.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe by name or YAML file.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Change one recipe field: key=value.")] = None,
+    gpu: Annotated[str, typer.Option(help="GPU that will serve: h100, h200, b200, b200-192, mi300x.")] = "h200",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that will serve.")] = 8,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size; by default all GPUs.")] = None,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size, within TP.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Data-parallel attention groups, within TP.")] = 1,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request, prompt and answer.")] = None,
+    kv_dtype: Annotated[
+        Literal["bf16", "fp8_e4m3"] | None, typer.Option(help="KV cache; by default both are shown.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Put the recipes named after MODEL side by side.")] = False,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the run would use.")] = "cuda",
+    target: Annotated[Literal["sglang", "vllm"], typer.Option(help="Engine for the serving notes.")] = "sglang",
+    revision: Annotated[str | None, typer.Option(help="Hub revision; by default the newest.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a recipe would do, and what serving and running it would take. Reads no weights."""
+    import gc
+
+    gc.disable()  # half a million small objects that all stay until the end: collecting takes a third of the time
+    from kvq.checkpoint.metadata import read_metadata
+    from kvq.publish.gpus import find_gpu
+    from kvq.publish.parallel import Parallel
+    from kvq.publish.plan_report import comparison_row, plan_report
+    from kvq.publish.sizing import make_deployment
+    from kvq.recipes.plan import resolve_plan
+
+    names = _compared(recipes, compare, w, recipe)
+    known, kind, parallel = _known(model), find_gpu(gpu), Parallel(tp or gpus, ep, dp)
+    chosen = [_recipe(name, None, set_, known) for name in names] or [_recipe(w, recipe, set_, known)]
+    metadata = read_metadata(model, revision, alias=known is not None)
+    rows = []
+    for one in chosen:
+        resolved = resolve_plan(one, metadata.config, metadata.index)
+        longest = int(resolved.facts.text_config.get("max_position_embeddings") or 2**31)
+        deployment = make_deployment(kind, gpus, parallel, context, kv_dtype, longest)
+        report = plan_report(metadata, resolved, deployment, device, target)
+        rows.append(comparison_row(report) if compare else report)
+    if as_json:
+        _print_json(rows if compare else rows[0])
+        return
+    from kvq.console import show_comparison, show_plan_report
+
+    if compare:
+        show_comparison(rows)
+    else:
+        show_plan_report(rows[0])
+
+
+def _compared(recipes: list[str] | None, compare: bool, w: str | None, recipe: str | None) -> list[str]:
+    """Recipes to compare; empty for a plan of one."""
+    names = recipes or []
+    if compare and (len(names) < 2 or w or recipe):
+        raise RecipeError("--compare takes two recipes or more after MODEL, and no --w or --recipe.")
+    if names and not compare:
+        raise RecipeError(f"unexpected {' '.join(names)}: recipes after MODEL need --compare; --w names a single one.")
+    return names
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="Any checkpoint folder.")],
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint is: format, quantized classes, KV scales, MTP, dead entries, missing files."""
+    from kvq.console import show_inspection
+    from kvq.verify.inspection import inspect_folder
+
+    report = inspect_folder(folder)
+    if as_json:
+        _print_json(report)
+    else:
+        show_inspection(report)
 
 
 @app.command()

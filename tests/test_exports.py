@@ -30,6 +30,17 @@ def test_import_is_light() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["plan", "glm-4.7", "--json"], "routed experts"), (["inspect", "examples/tiny-glm-5-fp8"], "routed experts")],
+)
+def test_planning_loads_no_framework(arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds and hundreds of megabytes that a plan does without."""
+    monkeypatch.chdir(ROOT)
+    said, names = loaded(CALL.format(argv=["kvq", *arguments]))
+    assert says in said and names == ""
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"), [(["--help"], "quantize"), (["quantize", "--help"], "--dry-run"), (["--version"], "kvq ")]
 )
 def test_help_and_version_are_light(arguments: list[str], says: str) -> None:

@@ -21,12 +21,12 @@ DOORS = {
     "llmcompressor": ("quantize/llmcompressor_backend.py",),
     "compressed_tensors": ("checkpoint/packing.py", "quantize/llmcompressor_backend.py", "verify/structure.py"),
     "safetensors": ("checkpoint/reader.py", "checkpoint/writer.py", "checkpoint/journal.py"),
-    "huggingface_hub": ("checkpoint/source.py",),
+    "huggingface_hub": ("checkpoint/source.py", "checkpoint/hub_headers.py"),
     "httpx": ("checkpoint/source.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
     "jinja2": ("calibration/dataset.py",),
-    "rich": ("console.py",),
+    "rich": ("console/screen.py", "console/run.py", "console/plan.py"),
     "typer": ("cli.py",),
 }
 

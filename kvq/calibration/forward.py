@@ -14,13 +14,12 @@ from torch.nn import functional as F
 
 from kvq.calibration import transformers_door
 from kvq.calibration.activations import ActivationStore
+from kvq.calibration.batches import BATCH_TOKENS
 from kvq.checkpoint.architecture import ModelFacts, model_facts
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.formats import detect_format
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.errors import CalibrationError, CheckpointError, RecipeError
-
-BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 
 
 class SelectAll(nn.Module):

@@ -4,8 +4,7 @@ Sources: the `config.json` and tensor names of the published checkpoints and tra
 An unlisted `model_type` stops at plan time.
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,8 @@ from kvq.errors import CheckpointError
 Attention = Literal["gqa", "mla", "dsa"]
 Projection = Literal["gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = ("gate_proj", "up_proj", "down_proj")
+
+EXPERTS = "mlp.experts."  # below a layer; the expert's number follows
 
 MOE_KEYS = (
     "hidden_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "num_hidden_layers",
@@ -91,10 +92,37 @@ class ModelFacts:
         """For example `model.layers.3.mlp.experts.17.down_proj`"""
         return f"{self.layer_prefix(layer)}mlp.experts.{expert}.{projection}"
 
+    def place_of(self, name: str) -> tuple[int, str] | None:
+        """Layer of a tensor and its name below that layer; None outside the layers."""
+        start = self.arch.prefix + "model.layers."
+        if not name.startswith(start):
+            return None
+        number, dot, below = name[len(start) :].partition(".")
+        return (int(number), below) if dot and number.isdecimal() else None
+
+    def places(self, names: Iterable[str]) -> Iterator[tuple[str, int | None, str]]:
+        """Each name, its layer, and what it is called below the layer, any expert called 0: the same few dozen names.
+
+        Outside the layers the last is the name below the model's prefix. Fast for a hundred thousand names of which
+        neighbours share an expert.
+        """
+        prefix, layer, below = "\0", None, ""
+        for name in names:
+            if not name.startswith(prefix) or (not below and name.startswith(EXPERTS, len(prefix))):
+                place = self.place_of(name)
+                if place is None:
+                    yield name, None, name.removeprefix(self.arch.prefix)
+                    continue
+                layer, rest = place
+                number = rest.removeprefix(EXPERTS).partition(".")[0] if rest.startswith(EXPERTS) else ""
+                below = f"{EXPERTS}0." if number.isdecimal() else ""
+                prefix = name[: len(name) - len(rest)] + (f"{EXPERTS}{number}." if below else "")
+            yield name, layer, below + name[len(prefix) :]
+
     def layer_of(self, name: str) -> int | None:
         """Index of the layer that a tensor belongs to; None outside the layers."""
-        match = re.match(re.escape(self.arch.prefix) + r"model\.layers\.(\d+)\.", name)
-        return int(match.group(1)) if match else None
+        place = self.place_of(name)
+        return None if place is None else place[0]
 
     def expert_shape(self, projection: str) -> tuple[int, int]:
         """Rows and columns of a routed expert's projection."""

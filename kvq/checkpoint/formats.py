@@ -138,9 +138,10 @@ def _compressed_fp8(group: Mapping[str, Any], ignore: tuple[str, ...], place: Pa
 
 def _check_dtypes(index: CheckpointIndex, source: SourceFormat) -> None:
     """Every FP8 tensor needs its scale, every quantized dtype a config that explains it."""
+    beside = f"_{(source.scale_suffix or 'weight_scale').removeprefix('weight_')}"
     for name, info in index.tensors.items():
         if info.dtype in ("F8_E4M3", "F8_E5M2"):
-            scale = f"{name}_{(source.scale_suffix or 'weight_scale').removeprefix('weight_')}"
+            scale = name + beside
             explained = source.scale_suffix is not None and name.endswith(".weight")
             if not explained or info.dtype == "F8_E5M2" or len(info.shape) != 2:
                 raise CheckpointError(
@@ -148,7 +149,7 @@ def _check_dtypes(index: CheckpointIndex, source: SourceFormat) -> None:
                     f"does not "
                     "explain. Is config.json from another release?"
                 )
-            if scale not in index:
+            if scale not in index.tensors:
                 raise CheckpointError(
                     f"{index.folder / info.shard}: FP8 tensor {name} has no scale {scale}; its values mean "
                     f"nothing without "

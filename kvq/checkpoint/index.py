@@ -1,7 +1,7 @@
 """CheckpointIndex: every tensor of a checkpoint folder, from the index and the shard headers alone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,24 +66,31 @@ def load_index(folder: Path) -> CheckpointIndex:
     Raises CheckpointError for a missing or truncated shard and for a tensor that the index promises and no shard holds.
     """
     files = sorted(path.name for path in folder.glob("*.safetensors"))
+    return assemble_index(folder, files, lambda shards: {shard: read_header(folder / shard) for shard in shards})
+
+
+def assemble_index(
+    folder: Path, files: Sequence[str], read_headers: Callable[[Sequence[str]], Mapping[str, list[TensorInfo]]]
+) -> CheckpointIndex:
+    """The index of shards named `files`, wherever their headers come from; `folder` holds the index file, if any."""
     if not (folder / INDEX_NAME).exists():
         if len(files) != 1:
             raise CheckpointError(
                 f"{folder}: found {len(files)} *.safetensors files and no {INDEX_NAME}. kvq reads one file without an "
                 "index, or shards with one."
             )
-        tensors = read_header(folder / files[0])
+        tensors = read_headers(files)[files[0]]
         return CheckpointIndex(folder, {tensor.name: tensor for tensor in tensors}, (files[0],))
     weight_map = _weight_map(folder)
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if shard not in files]
+    missing = sorted(set(shards).difference(files))
     if missing:
         raise CheckpointError(
             f"{folder}: {len(missing)} of {len(shards)} shards are missing, the first is {missing[0]}. Download "
             f"them and "
             "start again."
         )
-    headers = {shard: {tensor.name: tensor for tensor in read_header(folder / shard)} for shard in files}
+    headers = {shard: {tensor.name: tensor for tensor in found} for shard, found in read_headers(files).items()}
     tensors_by_name: dict[str, TensorInfo] = {}
     for name, shard in weight_map.items():
         if name not in headers[shard]:
@@ -102,9 +109,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = load_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: has no weight_map. Download the file again.")
+    good: set[str] = set()
     for name, shard in weight_map.items():
+        if shard.__class__ is str and shard in good:
+            continue
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{path}: maps {name} to {shard!r}, which is not a file name in this folder.")
+        good.add(shard)
     return weight_map
 
 

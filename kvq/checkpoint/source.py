@@ -1,8 +1,11 @@
 """MODEL on the command line -> a local folder, with where it came from. The Hub's only way in."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvq.errors import CheckpointError, HubError
 
@@ -32,23 +35,36 @@ def resolve_source(model: str, revision: str | None = None) -> Source:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return Source(folder, model)
+    check_hub_id(model)
+    return _download(model, revision)
+
+
+def check_hub_id(model: str) -> None:
+    """Raise CheckpointError for what is neither a folder, nor an alias, nor of the form `owner/name`."""
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise CheckpointError(
             f"{model}: no such folder, no known alias (`kvq models` lists them) and not a Hub id of the form "
             f"owner/name."
         )
-    return _download(model, revision)
 
 
-def _download(repo: str, revision: str | None) -> Source:
+def hub_info(repo: str, revision: str | None) -> Any:
+    """huggingface_hub's ModelInfo, its `sha` the commit that a revision names now. To be called in `hub_errors`."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().model_info(repo, revision=revision)
+    assert info.sha is not None and len(info.sha) == COMMIT_LENGTH, f"the Hub gave commit {info.sha!r}"
+    return info
+
+
+@contextmanager
+def hub_errors(repo: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into kvq's errors."""
     import httpx
-    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        commit = HfApi().model_info(repo, revision=revision).sha
-        assert commit is not None and len(commit) == COMMIT_LENGTH, f"the Hub gave commit {commit!r}"
-        return Source(Path(snapshot_download(repo, revision=commit)), repo, commit)
+        yield
     except HFValidationError as error:
         raise CheckpointError(f"{repo}: not a valid Hub id ({error}).") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
@@ -57,3 +73,11 @@ def _download(repo: str, revision: str | None) -> Source:
             f"{repo}: the Hub did not deliver ({first_line}). What has arrived is kept; run the same command again, or "
             "download the folder by other means and give its path."
         ) from None
+
+
+def _download(repo: str, revision: str | None) -> Source:
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(repo):
+        commit = hub_info(repo, revision).sha
+        return Source(Path(snapshot_download(repo, revision=commit)), repo, commit)

@@ -17,13 +17,12 @@ from torch.nn import functional as F
 
 from kvq.calibration.experts import Routing, gated_activation
 from kvq.calibration.stats import blend_hessian, blend_weight, gram
+from kvq.quantize.chunks import experts_per_chunk
 from kvq.quantize.pack import pack_module
 from kvq.quantize.qparams import from_codes
 from kvq.quantize.solvers import SOLVERS
 from kvq.quantize.types import ModuleResult, SolvedBatch, SolverBatch
 from kvq.recipes.schema import Recipe
-
-CHUNK_BYTES = {"cpu": 2**30, "cuda": 24 * 2**30}
 
 
 class ExpertSource(Protocol):
@@ -86,8 +85,7 @@ class LayerSolver:
     def _chunks(self) -> Iterator[range]:
         """Experts solved together: as many as fit the working memory."""
         rows, columns = self.source.expert_gate_up(self.layer, range(1)).shape[1:]
-        per_expert = 4 * (6 * rows * columns + 4 * columns * columns)
-        size = max(1, CHUNK_BYTES[self.device.type] // per_expert)
+        size = experts_per_chunk(self.device.type, rows, columns)
         for start in range(0, self.num_experts, size):
             yield range(start, min(start + size, self.num_experts))
 

@@ -1,9 +1,11 @@
 """QuantPlan: what will be done to every tensor, decided from the config and the headers before any weight is read."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from itertools import product
+from typing import Any, Literal, NamedTuple
 
 from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
 from kvq.checkpoint.formats import SourceFormat, detect_format
@@ -42,9 +44,8 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """One tensor of the output. `sources` are the tensors it is made of."""
+class TensorPlan(NamedTuple):
+    """One tensor of the output. `sources` are the tensors it is made of. A tuple, as there are 180,000 of them."""
 
     name: str
     dtype: str
@@ -96,7 +97,11 @@ def resolve_plan(recipe: Recipe, config: Mapping[str, Any], index: CheckpointInd
     not fit."""
     facts = model_facts(config, index.folder)
     source = detect_format(config, index)
-    warnings = [*index.warnings, *_dead_entries(source, index)]
+    dead = dead_entries(source.ignore, index.tensors)
+    warnings = [
+        *index.warnings,
+        *(f"the source's config ignores {entry!r}, but no module has that name" for entry in dead),
+    ]
     if source.kind == "int4-packed":
         return _pass_through(recipe, facts, source, index, warnings)
     _check_experts(facts, index)
@@ -137,24 +142,32 @@ def tensor_class(name: str, facts: ModelFacts) -> str:
     """Which kind of tensor this is; a key of REASONS."""
     if not name.startswith(facts.arch.prefix) or name.startswith(("vision_tower.", "mm_projector.")):
         return "vision"
-    layer = facts.layer_of(name)
+    _, layer, below = next(facts.places((name,)))
     if layer is None:
         tops = {"model.embed_tokens.": "embeddings", "lm_head.": "lm_head", "model.norm.": "norms"}
-        below = name.removeprefix(facts.arch.prefix)
         return next((value for start, value in tops.items() if below.startswith(start)), "other")
-    below = name.removeprefix(facts.layer_prefix(layer))
+    return class_in_layer(below)
+
+
+@cache
+def class_in_layer(below: str) -> str:
+    """Tensor class by a name below its layer."""
     return next((title for pattern, title in CLASS_PATTERNS if re.match(pattern, below)), "other")
 
 
 def _plan_tensors(
     recipe: Recipe, facts: ModelFacts, source: SourceFormat, index: CheckpointIndex
 ) -> Iterator[TensorPlan]:
-    shard_of = _shard_names(facts, index)
-    for name in sorted(index.tensors):
-        info, kind, shard = index[name], tensor_class(name, facts), shard_of[facts.layer_of(name)]
+    shard_of = _shard_names(facts)
+    scale_end = f".{source.scale_suffix}" if source.scale_suffix else None
+    for name, layer, below in facts.places(sorted(index.tensors)):
+        info, shard = index.tensors[name], shard_of[layer]
+        kind = tensor_class(name, facts) if layer is None else class_in_layer(below)
         if kind == "routed experts" and name.endswith(".weight"):
-            yield from _packed(recipe, name.removesuffix(".weight"), info.shape, shard, _sources(name, source, index))
-        elif kind == "routed experts" and source.scale_suffix and name.endswith("." + source.scale_suffix):
+            sources, module = _sources(info, source), name[: -len("weight")]
+            for suffix, dtype, shape in _packed_parts(info.shape, recipe.num_bits, recipe.group_size):
+                yield TensorPlan(module + suffix, dtype, shape, "pack", kind, shard, sources)
+        elif kind == "routed experts" and scale_end and name.endswith(scale_end):
             _check_scaled(name, source, index)  # consumed with its weight
         elif kind == "routed experts":
             raise CheckpointError(f"{index.folder}: unexpected tensor {name}: kvq knows weights and scales of experts.")
@@ -164,23 +177,23 @@ def _plan_tensors(
             )
 
 
-def _sources(name: str, source: SourceFormat, index: CheckpointIndex) -> tuple[str, ...]:
-    if index[name].dtype != "F8_E4M3":
-        return (name,)
-    return (name, f"{name.removesuffix('.weight')}.{source.scale_suffix}")
+def _sources(info: TensorInfo, source: SourceFormat) -> tuple[str, ...]:
+    if info.dtype != "F8_E4M3":
+        return (info.name,)
+    return (info.name, f"{info.name.removesuffix('weight')}{source.scale_suffix}")
 
 
-def _packed(
-    recipe: Recipe, module: str, shape: tuple[int, ...], shard: str, sources: tuple[str, ...]
-) -> Iterator[TensorPlan]:
+@cache
+def _packed_parts(
+    shape: tuple[int, int], num_bits: int, group_size: int
+) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """What a packed matrix is stored as: suffix, dtype and shape of each part."""
     rows, columns = shape
-    parts = (
-        ("weight_packed", "I32", (rows, columns * recipe.num_bits // 32)),
-        ("weight_scale", "BF16", (rows, columns // recipe.group_size)),
+    return (
+        ("weight_packed", "I32", (rows, columns * num_bits // 32)),
+        ("weight_scale", "BF16", (rows, columns // group_size)),
         ("weight_shape", "I64", (2,)),
     )
-    for suffix, dtype, part_shape in parts:
-        yield TensorPlan(f"{module}.{suffix}", dtype, part_shape, "pack", "routed experts", shard, sources)
 
 
 def _rest(
@@ -193,7 +206,7 @@ def _rest(
     )
     if info.dtype == "F8_E4M3":
         if to_bf16:
-            yield TensorPlan(name, "BF16", info.shape, "dequantize", kind, keep.shard, _sources(name, source, index))
+            yield TensorPlan(name, "BF16", info.shape, "dequantize", kind, keep.shard, _sources(info, source))
         else:
             yield keep
     elif source.scale_suffix and name.endswith("." + source.scale_suffix):
@@ -211,29 +224,29 @@ def _check_scaled(scale_name: str, source: SourceFormat, index: CheckpointIndex)
         raise CheckpointError(f"{index.folder}: {scale_name} is a scale, but its weight is not FP8.")
 
 
-def _shard_names(facts: ModelFacts, index: CheckpointIndex) -> dict[int | None, str]:
+def _shard_names(facts: ModelFacts) -> dict[int | None, str]:
     """One shard for what lies outside the layers, then one per layer (an MTP layer too)."""
-    layers = sorted({layer for layer in map(facts.layer_of, index.tensors) if layer is not None})
-    keys: list[int | None] = [None, *layers]
+    keys: list[int | None] = [None, *range(facts.num_layers + facts.num_mtp_layers)]  # as _check_layers has seen
     return {key: f"model-{number:05d}-of-{len(keys):05d}.safetensors" for number, key in enumerate(keys, start=1)}
 
 
 def _check_experts(facts: ModelFacts, index: CheckpointIndex) -> None:
     """Every routed expert of every MoE layer must be there with the shape that the config says, and no other."""
     modules = set()
-    for layer in facts.moe_layers:
-        for expert in range(facts.num_experts):
-            for projection in PROJECTIONS:
-                modules.add(facts.expert_module(layer, expert, projection))
-                info = index[f"{facts.expert_module(layer, expert, projection)}.weight"]
-                if info.shape != facts.expert_shape(projection):
-                    raise CheckpointError(
-                        f"{index.folder / info.shard}: {info.name} is {list(info.shape)}, the config says "
-                        f"{list(facts.expert_shape(projection))}."
-                    )
+    shapes = {projection: facts.expert_shape(projection) for projection in PROJECTIONS}
+    for layer, expert in product(facts.moe_layers, range(facts.num_experts)):
+        start = facts.expert_module(layer, expert, "")
+        for projection, shape in shapes.items():
+            modules.add(start + projection)
+            info = index[start + projection + ".weight"]
+            if info.shape != shape:
+                raise CheckpointError(
+                    f"{index.folder / info.shard}: {info.name} is {list(info.shape)}, the config says {list(shape)}."
+                )
     _check_layers(facts, index)
     for name in index.tensors:
-        if tensor_class(name, facts) == "routed experts" and name.rsplit(".", 1)[0] not in modules:
+        module = name.rsplit(".", 1)[0]
+        if ".mlp.experts." in name and module not in modules and tensor_class(name, facts) == "routed experts":
             raise CheckpointError(
                 f"{index.folder}: there is a tensor {name}, but config.json says {facts.num_experts} experts in each "
                 f"layer from {facts.first_moe_layer} on. Is config.json from another release?"
@@ -244,7 +257,7 @@ def _check_layers(facts: ModelFacts, index: CheckpointIndex) -> None:
     """There must be tensors of every layer that the config counts, and of the ends of the model, and of no other."""
     for name in ("model.embed_tokens.weight", "model.norm.weight"):
         index[facts.arch.prefix + name]  # raises when absent
-    layers = {layer for layer in map(facts.layer_of, index.tensors) if layer is not None}
+    layers = {layer for _, layer, _ in facts.places(index.tensors) if layer is not None}
     expected = set(range(facts.num_layers + facts.num_mtp_layers))
     unknown, absent = sorted(layers - expected), sorted(expected - layers)
     if absent:
@@ -267,23 +280,15 @@ def _check_group_size(recipe: Recipe, facts: ModelFacts) -> None:
         )
 
 
-def _dead_entries(source: SourceFormat, index: CheckpointIndex) -> list[str]:
-    """Entries of the source's ignore list that name no module. GLM-5.2 ships one; harmless, but say so."""
-    modules = {name.rsplit(".", 1)[0] for name in index.tensors}
-    components = {component for module in modules for component in _suffixes(module)}
-    dead = [
+def dead_entries(ignore: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Entries of an ignore list that name no module, part or tail of one. GLM-5.2 ships one; harmless, but say so."""
+    entries = list(ignore)
+    if not entries:
+        return []
+    modules = {name.rsplit(".", 1)[0] for name in names}
+    dotted = "\n".join(f".{module}." for module in modules)
+    return [
         entry
-        for entry in source.ignore
-        if not (
-            any(re.match(entry[3:], module) for module in modules) if entry.startswith("re:") else entry in components
-        )
+        for entry in entries
+        if not (any(map(re.compile(entry[3:]).match, modules)) if entry.startswith("re:") else f".{entry}." in dotted)
     ]
-    return [f"the source's config ignores {entry!r}, but no module has that name" for entry in dead]
-
-
-def _suffixes(module: str) -> Iterator[str]:
-    """All dotted runs of a module name: ignore lists name modules, their parts and their tails."""
-    parts = module.split(".")
-    for start in range(len(parts)):
-        for stop in range(start + 1, len(parts) + 1):
-            yield ".".join(parts[start:stop])

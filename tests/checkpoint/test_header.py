@@ -1,6 +1,7 @@
 """Headers are untrusted input: whatever the bytes are, the answer is the tensors or one CheckpointError."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvq.checkpoint import header
-from kvq.checkpoint.header import read_header, tensor_bytes
+from kvq.checkpoint.header import file_bytes, read_header, tensor_bytes
 from kvq.errors import CheckpointError
 
 
@@ -155,3 +156,24 @@ def test_link_to_nothing_and_folder_are_named(tmp_path: Path) -> None:
     for name in ("gone.safetensors", "folder.safetensors"):
         with pytest.raises(CheckpointError, match=name):
             read_header(tmp_path / name)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_file_size_is_what_safetensors_writes(tmp_path: Path, seed: int) -> None:
+    """Names of all lengths and scripts, all dtypes, empty tensors and scalars: the size to the byte."""
+    draw = random.Random(seed)
+    dtypes = {
+        "BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "I32": torch.int32, "I64": torch.int64,
+        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U8": torch.uint8, "I8": torch.int8,
+        "BOOL": torch.bool, "I16": torch.int16, "F64": torch.float64,
+    }  # fmt: skip
+    tensors, described = {}, []
+    for number in range(draw.randrange(1, 40)):
+        name = "".join(draw.choice('ab."\\/\n\u00e9\u4e2d') for _ in range(draw.randrange(30))) + str(number)
+        shape = tuple(draw.randrange(0, 12) for _ in range(draw.randrange(0, 4)))
+        dtype = draw.choice(sorted(dtypes))
+        tensors[name] = torch.zeros(shape, dtype=dtypes[dtype])
+        described.append((name, dtype, shape))
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    draw.shuffle(described)
+    assert file_bytes(described) == (tmp_path / "x.safetensors").stat().st_size

@@ -1,16 +1,22 @@
 """Serving notes: slices of experts must be whole groups, and of shared experts whole FP8 blocks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvq.checkpoint.source import resolve_source
 from kvq.pipeline import prepare
-from kvq.publish.serving import serving_notes, valid_tensor_parallel_sizes
+from kvq.publish.parallel import valid_tensor_parallel_sizes
+from kvq.publish.serving import serving_notes
 from kvq.recipes.plan import QuantPlan
 from kvq.recipes.schema import Recipe
 from tests.checkpoints import TINY, make_checkpoint
 from tests.runs import Shared
+
+# Matrices of two, four and more FP8 blocks: only the experts' 256 columns limit what fits.
+WIDE = replace(TINY, moe_intermediate_size=256, intermediate_size=2048, num_attention_heads=8, qk_nope_head_dim=128,
+               qk_rope_head_dim=128, v_head_dim=128)  # fmt: skip
 
 
 def plan_of(folder: Path, **fields: object) -> QuantPlan:
@@ -25,7 +31,7 @@ def test_slices_are_whole_groups(shared: Shared) -> None:
 
 
 def test_blocks_of_the_rest_count_while_they_are_kept(tmp_path: Path) -> None:
-    wide = make_checkpoint(tmp_path / "wide", "kimi_k2", dims=TINY.__class__(moe_intermediate_size=256))
+    wide = make_checkpoint(tmp_path / "wide", "kimi_k2", dims=WIDE)
     assert valid_tensor_parallel_sizes(plan_of(wide)) == [1, 2]
     assert valid_tensor_parallel_sizes(plan_of(wide, rest="bf16")) == [1, 2, 4, 8]
 

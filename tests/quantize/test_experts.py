@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.quantize import experts as experts_module
+from kvq.quantize.chunks import CHUNK_BYTES
 from kvq.quantize.experts import SolvedLayer
 from kvq.quantize.types import ModuleResult
 from tests import reference
@@ -168,7 +168,7 @@ def test_chunks_do_not_change_the_result(
     settings = recipe(propagate_error=propagate, solver=solver)
     whole = layer.solve(settings)
     layer.asked.clear()
-    monkeypatch.setitem(experts_module.CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 1)
     cut = layer.solve(settings)
     assert {tuple(asked) for asked in layer.asked} == {(expert,) for expert in range(NUM_EXPERTS)}
     assert whole.tensors.keys() == cut.tensors.keys()

@@ -1,45 +1,21 @@
-"""What a person sees: the plan, progress with an ETA, and the closing tables. Words on stderr, results on stdout."""
+"""A run as a person sees it: what will be done, progress with an ETA, and the closing tables."""
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvq.console.screen import ERR, OUT, clock, short_size, size
 from kvq.recipes.plan import REASONS, QuantPlan
-from kvq.verify.logits import Distance
-from kvq.verify.report import VerifyReport
 
-OUT = Console(highlight=False, soft_wrap=True)
-ERR = Console(stderr=True, highlight=False, soft_wrap=True)
-
-
-def size(num_bytes: float) -> str:
-    """Both units, as sizes of the same model are quoted in either: `22.73 MB (21.68 MiB)`."""
-    for decimal, binary, name, other in (
-        (1e9, 2**30, "GB", "GiB"),
-        (1e6, 2**20, "MB", "MiB"),
-        (1e3, 2**10, "kB", "KiB"),
-    ):
-        if num_bytes >= decimal:
-            return f"{num_bytes / decimal:.2f} {name} ({num_bytes / binary:.2f} {other})"
-    return f"{num_bytes:.0f} B"
-
-
-def short_size(num_bytes: float) -> str:
-    """Decimal unit only, for tables."""
-    return size(num_bytes).split(" (")[0]
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
+if TYPE_CHECKING:  # torch behind them; a plan must not load it
+    from kvq.verify.logits import Distance
+    from kvq.verify.report import VerifyReport
 
 
 class RunProgress:
@@ -189,7 +165,7 @@ def show_models(rows: Sequence[Mapping[str, str]]) -> None:
     OUT.print(table)
 
 
-def show_verification(report: VerifyReport) -> None:
+def show_verification(report: "VerifyReport") -> None:
     table = Table(title=report.folder, title_justify="left")
     for column in ("check", "result", "looked at", ""):
         table.add_column(column)
@@ -201,7 +177,7 @@ def show_verification(report: VerifyReport) -> None:
         OUT.print(f"largest relative weight error: {name} {error:.4f}")
 
 
-def show_distance(distance: Distance, quantized: str, source: str) -> None:
+def show_distance(distance: "Distance", quantized: str, source: str) -> None:
     table = Table(title=f"{quantized} against {source}", title_justify="left", show_header=False)
     kl = distance.percentile_kl
     table.add_row("mean KL", f"{distance.mean_kl:.5f} ± {distance.mean_kl_error:.5f} nats")

@@ -1,0 +1,29 @@
+"""Where words go, and how sizes and times are written. Words on stderr, results on stdout."""
+
+from rich.console import Console
+
+OUT = Console(highlight=False, soft_wrap=True)
+ERR = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def size(num_bytes: float) -> str:
+    """Both units, as sizes of the same model are quoted in either: `22.73 MB (21.68 MiB)`."""
+    for decimal, binary, name, other in (
+        (1e9, 2**30, "GB", "GiB"),
+        (1e6, 2**20, "MB", "MiB"),
+        (1e3, 2**10, "kB", "KiB"),
+    ):
+        if num_bytes >= decimal:
+            return f"{num_bytes / decimal:.2f} {name} ({num_bytes / binary:.2f} {other})"
+    return f"{num_bytes:.0f} B"
+
+
+def short_size(num_bytes: float) -> str:
+    """Decimal unit only, for tables."""
+    return size(num_bytes).split(" (")[0]
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

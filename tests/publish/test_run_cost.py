@@ -1,0 +1,89 @@
+"""The cost of a run: memory by phase, time from a profile or none, and thin calibration."""
+
+import pytest
+
+from kvq.publish import run_cost as module
+from kvq.publish.run_cost import coverage, estimated_time, load_profiles, memory_terms, peak_bytes, run_cost
+from kvq.quantize.chunks import CHUNK_BYTES, chunk_bytes_per_expert, experts_per_chunk
+from kvq.recipes.plan import QuantPlan
+from kvq.recipes.schema import override
+from tests.publish.test_sizing import kinds_of, plan_of
+
+
+def with_settings(plan: QuantPlan, *settings: str) -> QuantPlan:
+    from dataclasses import replace
+
+    return replace(plan, recipe=override(plan.recipe, settings))
+
+
+def test_memory_is_the_larger_of_two_phases() -> None:
+    plan = plan_of("glm-5.2")
+    terms = {term.what: term for term in memory_terms(plan, list(kinds_of("glm-5.2")), "cuda")}
+    tokens, hidden = 512 * 2048, 6144
+    assert terms["inputs of the experts"].nbytes == tokens * hidden * 2
+    assert terms["output of the experts, float32"].nbytes == tokens * hidden * 4
+    assert terms["quantized gate and up of all experts"].nbytes == 256 * 2 * 2048 * hidden * 2
+    assert terms["attention of a batch"].nbytes == 8 * 64 * 2048 * 2048 * 6
+    solving = sum(t.nbytes for t in terms.values() if t.where == "device" and t.phase != "forward")
+    forward = sum(t.nbytes for t in terms.values() if t.where == "device" and t.phase != "solving")
+    assert peak_bytes(list(terms.values()), ("device",)) == max(solving, forward) == solving
+    cost = run_cost(plan, list(kinds_of("glm-5.2")), "cuda", 400, 700)
+    assert (cost["device_bytes"], cost["disk_bytes"]) == (solving, 1100)
+
+
+def test_a_cpu_has_one_memory() -> None:
+    plan, kinds = plan_of("glm-5.2"), list(kinds_of("glm-5.2"))
+    cost = run_cost(plan, kinds, "cpu", 400, None)
+    assert cost["device_bytes"] is None and cost["disk_bytes"] == 400
+    assert cost["host_bytes"] == peak_bytes(memory_terms(plan, kinds, "cpu"), ("host", "device"))
+
+
+def test_no_data_no_activations() -> None:
+    terms = memory_terms(plan_of("glm-5.2", "int4-rtn"), list(kinds_of("glm-5.2", "int4-rtn")), "cuda")
+    assert [term.what for term in terms if term.where == "device"] == [
+        f"{experts_per_chunk('cuda', 4096, 6144)} experts being solved"
+    ]
+    assert coverage(plan_of("glm-5.2", "int4-rtn")) is None
+
+
+@pytest.mark.parametrize("device", CHUNK_BYTES)
+def test_a_chunk_fits_its_budget(device: str) -> None:
+    count = experts_per_chunk(device, 4096, 6144)
+    each = chunk_bytes_per_expert(4096, 6144)
+    assert count == 1 or count * each <= CHUNK_BYTES[device] < (count + 1) * each
+    assert experts_per_chunk(device, 10**6, 10**6) == 1
+
+
+def test_thin_calibration_is_said() -> None:
+    enough = coverage(plan_of("glm-5.2"))
+    assert enough == {"tokens": 1_048_576, "mean_tokens_per_expert": 32768.0, "warning": None}
+    thin = coverage(with_settings(plan_of("glm-5.2"), "num_calibration_samples=64"))
+    assert thin is not None and thin["mean_tokens_per_expert"] == 4096
+    assert "fewer than the 6144 columns" in thin["warning"]
+
+
+def test_no_profile_no_time() -> None:
+    time = estimated_time(plan_of("glm-5.2"), "cuda")
+    assert time["seconds"] is None
+    assert time["note"] == "no profile for this size: nobody has timed gptq on cuda with experts of 2048x6144"
+    assert estimated_time(plan_of("kimi-k2.6"), "cuda")["seconds"] is None
+
+
+def test_a_profile_is_scaled_by_matrices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = {
+        "profile": "made-up", "date": "2026-01-01", "hardware": "a GPU", "device": "cuda", "solver": "gptq",
+        "hidden_size": 6144, "moe_intermediate_size": 2048, "num_modules": 768, "tokens": 4096, "seconds": 10.0,
+    }  # fmt: skip
+    monkeypatch.setattr(module, "load_profiles", lambda: [profile])
+    time = estimated_time(plan_of("glm-5.2"), "cuda")
+    assert (time["seconds"], time["profile"]) == (760.0, "made-up")  # 76 MoE layers of 768 matrices
+    assert "measured 2026-01-01 on a GPU" in time["note"] and "not by the 1048576 tokens" in time["note"]
+    assert estimated_time(plan_of("glm-5.2"), "cpu")["seconds"] is None
+
+
+def test_profiles_are_dated_and_sourced() -> None:
+    profiles = load_profiles()
+    assert profiles
+    for profile in profiles:
+        assert profile["profile"].startswith(profile["date"]) and profile["source"] and profile["hardware"]
+        assert profile["seconds"] > 0 and profile["num_modules"] > 0 and profile["tokens"] > 0
