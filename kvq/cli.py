@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvq.recipes.schema import Recipe
 
 INTERRUPTED = 130
+OUT_OF_MEMORY = 9
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
@@ -67,7 +68,7 @@ def quantize(
 ) -> None:
     """Quantize the routed experts to INT4 and keep everything else as it is."""
     from kvq.checkpoint.source import resolve_source
-    from kvq.console import RunProgress, plan_dict, show_plan, show_result
+    from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan, show_result
 
     known = _known(model)
     chosen = _recipe(w, recipe, set_, known)
@@ -83,7 +84,7 @@ def quantize(
 
     prepared = prepare(source, chosen, folder, device=device, target=target, calibration=calibration)
     if not as_json:
-        show_plan(prepared.plan, folder)
+        show_plan(prepared.plan, folder, OUT if dry_run else ERR)
     if dry_run:
         if as_json:
             _print_json(plan_dict(prepared.plan, folder))
@@ -112,7 +113,7 @@ def _dry_run_from_hub(repo: str, revision: str | None, recipe: "Recipe", out: Pa
     """The plan of a Hub model from its headers: nothing is downloaded."""
     from kvq.checkpoint.metadata import read_metadata
     from kvq.checkpoint.writer import check_output
-    from kvq.console import plan_dict, show_plan
+    from kvq.console import OUT, plan_dict, show_plan
     from kvq.recipes.plan import resolve_plan
 
     metadata = read_metadata(repo, revision)
@@ -121,7 +122,7 @@ def _dry_run_from_hub(repo: str, revision: str | None, recipe: "Recipe", out: Pa
     if as_json:
         _print_json(plan_dict(plan, out))
     else:
-        show_plan(plan, out)
+        show_plan(plan, out, OUT)
 
 
 @app.command()
@@ -300,6 +301,16 @@ def main() -> None:
     except OSError as error:
         typer.echo(f"kvq: {error}", err=True)
         sys.exit(OutputError.exit_code)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's, not imported
+            raise
+        reason = str(error).split(". ")[0] or "the host has no memory left"
+        typer.echo(
+            f"kvq: out of memory ({reason}). Use fewer or shorter calibration sequences: --set "
+            "num_calibration_samples=..., --set max_seq_length=... (with --restart: it is another run then).",
+            err=True,
+        )
+        sys.exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def prepare(
     plan = resolve_plan(recipe, reader.config, reader.index)
     if calibration is not None and (plan.pass_through or not recipe.needs_calibration):
         plan = replace(
-            plan, warnings=(*plan.warnings, f"{calibration} is not used: nothing here needs calibration data")
+            plan, warnings=(*plan.warnings, f"{calibration.name} is not used: nothing here needs calibration data")
         )
     if not plan.pass_through:
         check_complete(reader, plan.facts)

@@ -69,7 +69,7 @@ def test_dry_run_reads_no_weights_and_writes_nothing(
     assert said.code == 0
     assert list(tmp_path.iterdir()) == []
     if not as_json:
-        assert said.out == "" and "tensors before" in said.err
+        assert said.err == "" and "tensors before" in said.out
         return
     plan, summary = json.loads(said.out), manifest_of(shared.output("glm-5"))["summary"]
     assert said.err == "" and plan["out"] == "glm-5-int4-modified"

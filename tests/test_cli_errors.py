@@ -327,3 +327,22 @@ def test_a_damaged_output_is_no_source(fails: Fails, shared: Shared, tmp_path: P
     drop(again, "model.layers.0.mlp.up_proj.weight_scale")
     fails(again, *SET, code=3, says=("model.layers.0.mlp.up_proj.weight", "has no scale"))
     assert read_json(again / "config.json")["quantization_config"]["format"] == "pack-quantized"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")]
+)
+def test_out_of_memory_is_one_sentence(
+    fails: Fails, source: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("kvq.pipeline.quantize_checkpoint", exhausted)
+    fails(source, *SET, code=9, says=("out of memory", "num_calibration_samples"))
+
+
+def test_names_in_square_brackets_are_printed(kvq_main: Kvq, shared: Shared, tmp_path: Path) -> None:
+    out = tmp_path / "x[/b]y[red]"
+    said = kvq_main("quantize", shared.source("kimi-k2"), *SET, "--set=solver=rtn", "--out", out)
+    assert said.code == 0 and "x[/b]y[red]" in said.err

@@ -35,7 +35,7 @@ def _table(columns: str, title: str | None = None) -> Table:
 def show_plan_report(report: Mapping[str, Any]) -> None:
     """The whole plan: classes, totals, serving, cost of the run, warnings."""
     revision = f" at {report['revision']}" if report["revision"] else ""
-    OUT.print(f"[bold]{report['model']}{revision}: {report['title']}, {report['source_format']}[/bold]")
+    OUT.print(f"{report['model']}{revision}: {report['title']}, {report['source_format']}", style="bold")
     OUT.print(f"from {ORIGINS[report['origin']]}; recipe {report['recipe']['name']} {report['recipe_sha256'][:12]}")
     _show_classes(report)
     _show_totals(report)
@@ -88,12 +88,12 @@ def _show_totals(report: Mapping[str, Any]) -> None:
 
 def _show_serving(serving: Mapping[str, Any]) -> None:
     OUT.print(
-        f"\n[bold]{serving['gpus']} x {serving['gpu_title']} {serving['gpu_bytes'] / 1e9:.0f} GB, TP {serving['tp']} "
-        f"EP {serving['ep']} DP {serving['dp']}, {serving['replicas']} copies[/bold]; "
+        f"\n{serving['gpus']} x {serving['gpu_title']} {serving['gpu_bytes'] / 1e9:.0f} GB, TP {serving['tp']} "
+        f"EP {serving['ep']} DP {serving['dp']}, {serving['replicas']} copies; "
         f"{serving['reserved_share']:.0%} of each GPU left to the runtime; arithmetic, not measured"
     )
     for problem in serving["problems"]:
-        OUT.print(f"[bold]cannot be served so:[/bold] {problem}")
+        OUT.print(f"cannot be served so: {problem}", style="bold")
     table = _table(
         "|>weights a GPU|>room for KV|KV cache|>bytes a token|>tokens|>requests of " + f"{serving['context']:,}"
     )
@@ -130,7 +130,7 @@ def _show_combinations(serving: Mapping[str, Any]) -> None:
 
 
 def _show_run(run: Mapping[str, Any]) -> None:
-    OUT.print(f"[bold]the run, on {run['device']}[/bold]; memory is an estimate")
+    OUT.print(f"the run, on {run['device']}; memory is an estimate", style="bold")
     table = Table(box=box.SIMPLE, show_header=False)
     source = f", {size(run['disk_source_bytes'])} of it the download" if run["disk_source_bytes"] else ""
     table.add_row("disk", f"{size(run['disk_bytes'])}{source}")
@@ -181,7 +181,7 @@ def show_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def show_inspection(report: Mapping[str, Any]) -> None:
     """What a checkpoint is."""
-    OUT.print(f"[bold]{report['folder']}: {report['title']}, {report['format']}[/bold]")
+    OUT.print(f"{report['folder']}: {report['title']}, {report['format']}", style="bold")
     table = _table("class|>tensors|>parameters|stored as|>bytes")
     for row in report["classes"]:
         table.add_row(

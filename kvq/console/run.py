@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rich import box
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -92,10 +93,10 @@ def class_rows(plan: QuantPlan) -> list[dict[str, Any]]:
     return [{**row, "dtypes": sorted(row["dtypes"])} for row in ordered]
 
 
-def show_plan(plan: QuantPlan, out: Path) -> None:
-    """What becomes INT4, what stays, bytes before and after."""
+def show_plan(plan: QuantPlan, out: Path, console: Console) -> None:
+    """What becomes INT4, what stays, bytes before and after. It is the result of a dry run, else words before a run."""
     words = {"pack": "INT4", "keep": "kept as it is", "dequantize": "to BF16"}
-    ERR.print(f"[bold]{plan.facts.arch.title}, {plan.source.title} -> {out}[/bold]")
+    console.print(f"{plan.facts.arch.title}, {plan.source.title} -> {out}", style="bold")
     table = Table(box=box.SIMPLE)
     for column in ("class", "tensors", "output", "what happens", "stored as"):
         table.add_column(column, justify="right" if column in ("tensors", "output") else "left", no_wrap=True)
@@ -105,13 +106,13 @@ def show_plan(plan: QuantPlan, out: Path) -> None:
             what = f"INT4 g{plan.recipe.group_size}, {plan.recipe.solver}"
         stored = " ".join(row["dtypes"])
         table.add_row(row["class"], str(row["tensors"]), short_size(row["output_bytes"]), what, stored)
-    ERR.print(table)
-    ERR.print(
+    console.print(table)
+    console.print(
         f"tensors before {size(plan.source_bytes)}, after {size(plan.output_bytes)}, "
         f"{plan.output_bytes / plan.source_bytes:.1%}"
     )
     for warning in plan.warnings:
-        ERR.print(f"note: {warning}")
+        console.print(f"note: {warning}")
 
 
 def show_result(manifest: Mapping[str, Any], out: Path, seconds: float, peak: Mapping[str, int | None]) -> None:

@@ -2,8 +2,9 @@
 
 from rich.console import Console
 
-OUT = Console(highlight=False, soft_wrap=True)
-ERR = Console(stderr=True, highlight=False, soft_wrap=True)
+# No markup: names of files and tensors come from outside and may hold square brackets.
+OUT = Console(highlight=False, soft_wrap=True, markup=False)
+ERR = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 def size(num_bytes: float) -> str:
