@@ -77,6 +77,7 @@ def quantize(
         _dry_run_from_hub(known.hub if known else model, revision, chosen, folder, as_json)
         return
     started = time.monotonic()
+    _check_before_download(chosen, calibration, out, device)
     source = resolve_source(known.hub if known else model, revision)
     folder = out or Path(f"{model if known else source.name}-{chosen.name}")
 
@@ -279,6 +280,19 @@ def _known(model: str) -> "KnownModel | None":
     from kvq.recipes.models import known_models
 
     return None if Path(model).expanduser().is_dir() else known_models().get(model)
+
+
+def _check_before_download(recipe: "Recipe", calibration: Path | None, out: Path | None, device: str) -> None:
+    """A Hub model may be 700 GB: what can be refused without it is refused first."""
+    from kvq.calibration.dataset import read_rows
+    from kvq.calibration.forward import pick_device
+    from kvq.checkpoint.writer import check_output
+
+    pick_device(device)
+    if recipe.needs_calibration:
+        read_rows(calibration)
+    if out is not None:
+        check_output(out, 0)
 
 
 def _print_json(value: Any) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import kvq
 from kvq.checkpoint.index import MANIFEST_NAME
 from kvq.checkpoint.source import resolve_source
@@ -114,9 +116,9 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def fresh_environment() -> dict[str, str]:
-    """Environment for a new interpreter that finds this kvq."""
+    """Environment for a new interpreter that finds this kvq; as many threads as here, for sums depend on their number."""
     root = str(Path(kvq.__file__).parent.parent)
-    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": str(torch.get_num_threads()), "COLUMNS": "120"}
 
 
 def fresh_kvq(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:

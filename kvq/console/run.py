@@ -172,7 +172,8 @@ def show_verification(report: "VerifyReport") -> None:
         table.add_column(column)
     for check in report.checks:
         detail = check.note or (check.problems[0] if check.problems else "")
-        table.add_row(check.name, "ok" if check.passed else "FAILED", str(check.num_checked), detail)
+        result = ("ok" if check.num_checked else "not checked") if check.passed else "FAILED"
+        table.add_row(check.name, result, str(check.num_checked), detail)
     OUT.print(table)
     for name, error in report.worst_weight_errors[:3]:
         OUT.print(f"largest relative weight error: {name} {error:.4f}")
