@@ -116,7 +116,7 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def fresh_environment() -> dict[str, str]:
-    """Environment for a new interpreter that finds this kvq; as many threads as here, for sums depend on their number."""
+    """Environment of a new interpreter for this kvq, with as many threads as here: sums depend on their number."""
     root = str(Path(kvq.__file__).parent.parent)
     return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": str(torch.get_num_threads()), "COLUMNS": "120"}
 
