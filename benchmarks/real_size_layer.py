@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -132,7 +133,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
-    config: dict[str, int] = {**COMMON, **SHAPES[arguments.shape]}  # type: ignore[dict-item]
+    config: dict[str, Any] = {**COMMON, **SHAPES[arguments.shape]}
     config["n_routed_experts"] = arguments.experts or config["n_routed_experts"]
     device = pick_device(arguments.device)
     source = arguments.scratch / "source"

@@ -2,7 +2,7 @@
 
 The sweep decides each column once, without knowing how later columns will be rounded. Going over scales and codes
 again, each given all others, can only lower the same output error
-sum over rows of (q - w) H (q - w)^T. On the three trained test checkpoints two passes took 5 to 9 % off the mean KL
+sum over rows of (q - w) H (q - w)^T. On the three trained test checkpoints two passes took 3 to 8 % off the mean KL
 (benchmarks/2026-11-29_h200_solver-choices.md).
 
 Shape suffixes: E = matrices, O = out_features, I = in_features, G = groups, B = columns of a block.
