@@ -1,0 +1,37 @@
+"""What commands share: the options' types, how a model and a recipe are named, and how JSON is printed."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvq.errors import RecipeError
+
+if TYPE_CHECKING:
+    from kvq.recipes.models import KnownModel
+    from kvq.recipes.schema import Recipe
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+
+
+def chosen_recipe(
+    w: str | None, recipe: str | None, settings: list[str] | None, known: "KnownModel | None"
+) -> "Recipe":
+    from kvq.recipes.schema import load_recipe, override
+
+    if w is not None and recipe is not None:
+        raise RecipeError("--w and --recipe both name a recipe; give one of them.")
+    return override(load_recipe(w or recipe or (known.default_recipe if known else "int4")), settings or [])
+
+
+def known_model(model: str) -> "KnownModel | None":
+    """The row of an alias. A folder of that name comes first, as it does before a Hub id."""
+    from kvq.recipes.models import known_models
+
+    return None if Path(model).expanduser().is_dir() else known_models().get(model)
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

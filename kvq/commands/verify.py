@@ -1,0 +1,32 @@
+"""`kvq verify`: a written checkpoint, from its files alone."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvq.commands.options import Json, known_model, print_json
+from kvq.errors import VerificationError
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(help="A quantized checkpoint.")],
+    source: Annotated[
+        str | None, typer.Option(help="Its source (folder, Hub id or alias): compares all weights.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a written checkpoint from its files alone, and against its source if given."""
+    from kvq.checkpoint.source import resolve_source
+    from kvq.console import show_verification
+    from kvq.verify.checks import verify_checkpoint
+
+    known = known_model(source) if source else None
+    origin = resolve_source(known.hub if known else source).folder if source else None
+    report = verify_checkpoint(folder, origin, lambda done, total: None)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        show_verification(report)
+    if not report.passed:
+        raise VerificationError(report.failure())
