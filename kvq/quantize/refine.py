@@ -5,77 +5,88 @@ again, each given all others, can only lower the same output error
 sum over rows of (q - w) H (q - w)^T. On the three trained test checkpoints two passes took 3 to 8 % off the mean KL
 (benchmarks/2026-11-29_h200_solver-choices.md).
 
-Shape suffixes: E = matrices, O = out_features, I = in_features, G = groups, B = columns of a block.
+A pass goes over blocks of columns. With the pull p = (q - w) H / diag(H), the best real value of column k is q_k - p_k given
+all others, and the best scale of a group follows from p alone. Every change e = old - new of the values lowers later pulls
+by e M, M_jk = H_jk / H_kk, which is what `rounding.py` needs to know.
+
+Shape suffixes: E = matrices, O = out_features, I = in_features, G = groups, W = columns of a block, C = columns of a
+group.
 """
 
 import torch
 from torch import Tensor
 
-from kvq.quantize.qparams import CODE_MAX, CODE_MIN, from_codes
+from kvq.quantize.qparams import from_codes
+from kvq.quantize.rounding import round_block, tensor_core_products
 
 
 def refine(
     weight_EOI: Tensor, codes_EOI: Tensor, scale_EOG: Tensor, hessian_EII: Tensor, passes: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Better codes and BF16 scales; `hessian_EII` must have a positive diagonal. Nothing is changed in place."""
+    codes_EOI, scale_EOG = codes_EOI.clone(), scale_EOG.float()
+    diagonal_EI = hessian_EII.diagonal(dim1=-2, dim2=-1)
+    feedback_EII = hessian_EII / diagonal_EI.unsqueeze(1)
+    block_size = max(block_size, weight_EOI.shape[-1] // scale_EOG.shape[-1])
     for _ in range(passes):
-        scale_EOG = refit_scales(weight_EOI, codes_EOI, scale_EOG, hessian_EII)
-        codes_EOI = descend_codes(weight_EOI, codes_EOI, scale_EOG, hessian_EII, block_size)
-    return codes_EOI, scale_EOG
+        one = _Pass(weight_EOI, codes_EOI, scale_EOG, diagonal_EI, feedback_EII)
+        for start in range(0, weight_EOI.shape[-1], block_size):
+            one.block(slice(start, min(start + block_size, weight_EOI.shape[-1])))
+    return codes_EOI, scale_EOG.to(torch.bfloat16)
 
 
-def refit_scales(weight_EOI: Tensor, codes_EOI: Tensor, scale_EOG: Tensor, hessian_EII: Tensor) -> Tensor:
-    """Each group's scale, in turn, moves to its least-squares value given all others, if BF16 rounding lets it gain."""
-    size = weight_EOI.shape[-1] // scale_EOG.shape[-1]
-    scale = scale_EOG.float()
-    residual = from_codes(codes_EOI, scale_EOG) - weight_EOI
-    for group in range(scale.shape[-1]):
-        part = slice(group * size, (group + 1) * size)
-        code = codes_EOI[:, :, part].float()
-        slope = (torch.bmm(residual, hessian_EII[:, :, part]) * code).sum(dim=-1)
-        curvature = (torch.bmm(code, hessian_EII[:, part, part]) * code).sum(dim=-1)
-        old = scale[:, :, group]
-        best = torch.where(curvature > 0, old - slope / curvature, old)
-        new = best.to(torch.bfloat16).float()
-        new = torch.where((new > 0) & ((new - best).abs() < (old - best).abs()), new, old)
-        residual[:, :, part] += code * (new - old).unsqueeze(-1)
-        scale[:, :, group] = new
-    return scale.to(torch.bfloat16)
+class _Pass:
+    """One pass: codes and float32 scales are changed in place, block after block."""
 
+    def __init__(
+        self, weight_EOI: Tensor, codes_EOI: Tensor, scale_EOG: Tensor, diagonal_EI: Tensor, feedback_EII: Tensor
+    ) -> None:
+        self.codes_EOI, self.scale_EOG = codes_EOI, scale_EOG
+        self.diagonal_EI, self.feedback_EII = diagonal_EI, feedback_EII
+        self.size = weight_EOI.shape[-1] // scale_EOG.shape[-1]
+        self.value_EOI = from_codes(codes_EOI, scale_EOG)
+        with tensor_core_products():
+            self.pull_EOI = torch.bmm(self.value_EOI - weight_EOI, feedback_EII)
+        self.change_EOI = torch.zeros_like(self.value_EOI)
+        matrices, columns = diagonal_EI.shape
+        group_I = torch.arange(columns, device=diagonal_EI.device, dtype=torch.int32) // self.size
+        self.group_EI = group_I.expand(matrices, -1).contiguous()
 
-def descend_codes(
-    weight_EOI: Tensor, codes_EOI: Tensor, scale_EOG: Tensor, hessian_EII: Tensor, block_size: int
-) -> Tensor:
-    """Each code, column by column, moves to the value that is best given all others.
+    def block(self, part: slice) -> None:
+        """Scales, then codes of the columns of a block, given everything before."""
+        pull_EOW = self.pull_EOI[:, :, part]
+        if part.start:
+            earlier = slice(0, part.start)
+            with tensor_core_products():
+                pull_EOW = torch.baddbmm(
+                    pull_EOW, self.change_EOI[:, :, earlier], self.feedback_EII[:, earlier, part], alpha=-1
+                )
+        for group in range(part.start // self.size, part.stop // self.size):
+            pull_EOW = self._refit_scale(group, part, pull_EOW)
+        base_EOW = self.value_EOI[:, :, part].clone()
+        refit_EOW = self.change_EOI[:, :, part].clone()
+        round_block(
+            base_EOW - pull_EOW, self.value_EOI, self.scale_EOG, self.group_EI, self.feedback_EII, self.codes_EOI,
+            self.change_EOI, part,
+        )  # fmt: skip
+        self.value_EOI[:, :, part] = base_EOW - self.change_EOI[:, :, part]
+        self.change_EOI[:, :, part] += refit_EOW
 
-    With gradient g = (q - w) H the best real value of column j is q_j - g_j / H_jj; on a line the nearest code to the
-    minimum of a parabola is the best code. Changes reach the columns of the same block at once, the others block-wise.
-    """
-    columns = weight_EOI.shape[-1]
-    codes_EIO = codes_EOI.transpose(1, 2).contiguous()
-    scale_EIO = scale_EOG.float().transpose(1, 2).repeat_interleave(columns // scale_EOG.shape[-1], dim=1)
-    gradient_EIO = torch.bmm(hessian_EII, codes_EIO.float() * scale_EIO - weight_EOI.transpose(1, 2))
-    for start in range(0, columns, block_size):
-        part = slice(start, min(start + block_size, columns))
-        change_EBO = _descend_block(
-            codes_EIO[:, part], scale_EIO[:, part], gradient_EIO[:, part].clone(), hessian_EII[:, part, part]
-        )
-        gradient_EIO.baddbmm_(hessian_EII[:, :, part], change_EBO)
-    return codes_EIO.transpose(1, 2).contiguous()
-
-
-def _descend_block(codes_EBO: Tensor, scale_EBO: Tensor, gradient_EBO: Tensor, hessian_EBB: Tensor) -> Tensor:
-    """Columns of one block, in turn: codes in place, the change of the quantized values as result.
-
-    Everything is transposed here, so that a column's values lie together in memory.
-    """
-    before_EBO = codes_EBO.float()
-    for column in range(codes_EBO.shape[1]):
-        scale_EO = scale_EBO[:, column]
-        pull_EO = gradient_EBO[:, column] / hessian_EBB[:, column, column, None]
-        code_EO = torch.round(before_EBO[:, column] - pull_EO / scale_EO).clamp_(CODE_MIN, CODE_MAX)
-        step_EO = (code_EO - before_EBO[:, column]) * scale_EO
-        codes_EBO[:, column] = code_EO.to(torch.int8)
-        later = slice(column + 1, None)
-        gradient_EBO[:, later].addcmul_(hessian_EBB[:, later, column, None], step_EO.unsqueeze(1))
-    return (codes_EBO.float() - before_EBO) * scale_EBO
+    def _refit_scale(self, group: int, part: slice, pull_EOW: Tensor) -> Tensor:
+        """Moves a group's scale to its least-squares value, if BF16 rounding lets it gain; the pulls after that."""
+        columns = slice(group * self.size, (group + 1) * self.size)
+        inside = slice(columns.start - part.start, columns.stop - part.start)
+        code_EOC = self.codes_EOI[:, :, columns].float()
+        weighted_EOC = code_EOC * self.diagonal_EI[:, None, columns]
+        slope_EO = (pull_EOW[:, :, inside] * weighted_EOC).sum(dim=-1)
+        curvature_EO = (torch.bmm(code_EOC, self.feedback_EII[:, columns, columns]) * weighted_EOC).sum(dim=-1)
+        old_EO = self.scale_EOG[:, :, group]
+        best_EO = torch.where(curvature_EO > 0, old_EO - slope_EO / curvature_EO, old_EO)
+        new_EO = best_EO.to(torch.bfloat16).float()
+        gains = (new_EO > 0) & ((new_EO - best_EO).abs() < (old_EO - best_EO).abs())
+        new_EO = torch.where(gains, new_EO, old_EO)
+        change_EOC = code_EOC * (old_EO - new_EO).unsqueeze(-1)
+        self.scale_EOG[:, :, group] = new_EO
+        self.value_EOI[:, :, columns] -= change_EOC
+        self.change_EOI[:, :, columns] = change_EOC
+        return torch.baddbmm(pull_EOW, change_EOC, self.feedback_EII[:, columns, part], alpha=-1)
