@@ -26,12 +26,13 @@ def solve_gptq(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
     scale_EOG = find_scales(batch.weight_EOI, importance_EI, recipe)
     codes_EOI = to_codes(batch.weight_EOI, scale_EOG)
     dampening = _sweep_until_solved(batch, codes_EOI, scale_EOG, recipe)
-    solved_E = torch.tensor([value > 0 for value in dampening], device=codes_EOI.device)
     outcomes: list[Outcome] = ["solved" if value > 0 else "hessian_not_positive_definite" for value in dampening]
-    if recipe.refinement_passes and bool(solved_E.any()):
-        hessian = dampened(batch.hessian_EII, dampening)[solved_E]
-        codes_EOI[solved_E], scale_EOG[solved_E] = refine(
-            batch.weight_EOI[solved_E], codes_EOI[solved_E], scale_EOG[solved_E], hessian, recipe.refinement_passes,
+    if recipe.refinement_passes and any(dampening):
+        # A slice where all were solved: no copies of large tensors.
+        chosen = torch.nonzero(torch.tensor(dampening)).flatten().tolist() if not all(dampening) else slice(None)
+        hessian = dampened(batch.hessian_EII[chosen], [value for value in dampening if value > 0])
+        codes_EOI[chosen], scale_EOG[chosen] = refine(
+            batch.weight_EOI[chosen], codes_EOI[chosen], scale_EOG[chosen], hessian, recipe.refinement_passes,
             recipe.block_size,
         )  # fmt: skip
     return SolvedBatch(codes_EOI, scale_EOG, tuple(outcomes), tuple(dampening))

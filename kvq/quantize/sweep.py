@@ -5,11 +5,12 @@ GPTQ's column updates with the inverse Hessian's Cholesky factor give the same c
 
     code_k = nearest((w_k + sum over j < k of (w_j - rounded_j) M_jk) / scale_k)
 
-M is read off the Cholesky factor of H with both axes reversed. One factorization is a third of the work of llm-compressor's
-three (factor, inverse, factor), and the feedback is plain matrix products.
+M is read off the Cholesky factor of H with both axes reversed. One factorization is a third of the work of
+llm-compressor's three (factor, inverse, factor), and the feedback is plain matrix products. Measured on an H200 beside
+llm-compressor's `quantize_weight`: benchmarks/2026-11-29_h200_real-size-layer.md.
 
-Shape suffixes: E = matrices, O = out_features, I = in_features (in the order of the sweep), G = groups, B = columns of a
-block.
+Shape suffixes: E = matrices, O = out_features, I = in_features (in the order of the sweep), G = groups, B = columns of
+a block.
 """
 
 from collections.abc import Sequence
@@ -68,8 +69,8 @@ def feedback_of(reversed_EII: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cholesky_in_blocks(matrix_EII: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Lower Cholesky factors of all matrices at once, in place (what lies above the diagonal is left as it was), and which
-    matrices are not positive definite.
+    """Lower Cholesky factors of all matrices at once, in place (what lies above the diagonal is left as it was), and
+    which matrices are not positive definite.
 
     A batch of large matrices is factorized one by one by the vendor's library. In blocks, nearly all of the work is
     products over the whole batch (left-looking; Golub and Van Loan, Matrix Computations, 4.2.5).
