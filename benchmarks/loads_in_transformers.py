@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from kvq.calibration.dataset import load_documents
 from kvq.calibration.forward import ModelRunner
 from kvq.checkpoint.reader import CheckpointReader
-from kvq.verify.logits import final_hidden
+from kvq.verify.streaming import final_hidden
 
 NUM_DOCUMENTS, NUM_TOKENS = 4, 256
 

@@ -8,6 +8,7 @@
     |-- QuantizationError      6   the solver: too many fallbacks, a result that cannot be right
     |-- OutputError            7   the place to write: exists already, too little space
     |-- HubError               8   the Hub: unreachable, refused, no such model
+    |-- GateError             10   a measured figure misses a limit that was set
     `-- StoppedError         130   SIGINT came (143: SIGTERM); what is finished is kept
 
 Every message names the place, what was found and what to do. The number is the exit code.
@@ -60,6 +61,12 @@ class HubError(KvqError):
     """The Hugging Face Hub did not deliver."""
 
     exit_code = 8
+
+
+class GateError(KvqError):
+    """A measured figure misses a limit that was set for it."""
+
+    exit_code = 10
 
 
 class StoppedError(KvqError):

@@ -4,7 +4,7 @@ Shape suffixes: T = tokens, H = hidden size, I = expert width, K = experts per t
 R = routed rows (T x K).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -62,19 +62,30 @@ class RoutingRecorder(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """Experts with weights, for evaluation. Weights are plain attributes: they are not part of the layer's state."""
+    """Experts with weights, for evaluation. Weights are plain attributes: they are not part of the layer's state.
+
+    `observe` is told the expert, its inputs, their routing weights as a column, and what it adds to the output.
+    """
 
     def __init__(self, gate_up_EJH: Tensor, down_EHI: Tensor) -> None:
         super().__init__()
         self._gate_up_EJH = gate_up_EJH
         self._down_EHI = down_EHI
+        self.observe: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
+
+    def weighted_output(self, expert: int, x_TH: Tensor, weight_T1: Tensor) -> Tensor:
+        """One expert's output for its tokens, times their routing weights."""
+        hidden_TI = gated_activation(x_TH, self._gate_up_EJH[expert])
+        return F.linear(hidden_TI, self._down_EHI[expert]) * weight_T1
 
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         routing = sort_by_expert(expert_TK, weight_TK, self._down_EHI.shape[0])
         out_TH = torch.zeros_like(x_TH)
         for expert, token, weight in busy_experts(routing):
-            hidden = gated_activation(x_TH[token], self._gate_up_EJH[expert])
-            out_TH.index_add_(0, token, (F.linear(hidden, self._down_EHI[expert]) * weight).to(out_TH.dtype))
+            added_TH = self.weighted_output(expert, x_TH[token], weight)
+            out_TH.index_add_(0, token, added_TH.to(out_TH.dtype))
+            if self.observe is not None:
+                self.observe(expert, x_TH[token], weight, added_TH)
         return out_TH
 
 

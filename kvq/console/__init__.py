@@ -1,11 +1,11 @@
 """What a person sees. Words on stderr, results on stdout; the only place that knows rich."""
 
+from kvq.console.evaluation import show_evaluation, show_gates
 from kvq.console.plan import show_comparison, show_inspection, show_plan_report
 from kvq.console.run import (
     RunProgress,
     class_rows,
     plan_dict,
-    show_distance,
     show_models,
     show_plan,
     show_result,
@@ -14,6 +14,7 @@ from kvq.console.run import (
 from kvq.console.screen import ERR, OUT, clock, short_size, size
 
 __all__ = [
-    "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison", "show_distance",
-    "show_inspection", "show_models", "show_plan", "show_plan_report", "show_result", "show_verification", "size",
+    "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison",
+    "show_evaluation", "show_gates", "show_inspection", "show_models", "show_plan", "show_plan_report", "show_result",
+    "show_verification", "size",
 ]  # fmt: skip

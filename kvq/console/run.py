@@ -15,7 +15,6 @@ from kvq.console.screen import ERR, OUT, clock, short_size, size
 from kvq.recipes.plan import REASONS, QuantPlan
 
 if TYPE_CHECKING:  # torch behind them; a plan must not load it
-    from kvq.verify.logits import Distance
     from kvq.verify.report import VerifyReport
 
 
@@ -177,15 +176,3 @@ def show_verification(report: "VerifyReport") -> None:
     OUT.print(table)
     for name, error in report.worst_weight_errors[:3]:
         OUT.print(f"largest relative weight error: {name} {error:.4f}")
-
-
-def show_distance(distance: "Distance", quantized: str, source: str) -> None:
-    table = Table(title=f"{quantized} against {source}", title_justify="left", show_header=False)
-    kl = distance.percentile_kl
-    table.add_row("mean KL", f"{distance.mean_kl:.5f} ± {distance.mean_kl_error:.5f} nats")
-    table.add_row("KL percentiles", "  ".join(f"{name}%: {value:.4f}" for name, value in kl.items()))
-    table.add_row("same top p", f"{distance.same_top_p:.2%} ± {distance.same_top_p_error:.2%}")
-    table.add_row("perplexity", f"{distance.base_perplexity:.4f} -> {distance.quantized_perplexity:.4f}")
-    table.add_row("perplexity ratio", f"{distance.perplexity_ratio:.5f} ± {distance.ln_ppl_ratio_error:.5f}")
-    table.add_row("over", f"{distance.num_positions} positions of {distance.num_documents} documents")
-    OUT.print(table)

@@ -15,6 +15,21 @@ from kvq.errors import RecipeError
 LIBRARY = resources.files("kvq.recipes") / "library"
 
 
+class Gates(BaseModel):
+    """What an output must keep to be called good; `kvq evaluate` measures it. None or an empty table: no limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    max_mean_kl: float | None = Field(default=None, ge=0)
+    """Mean KL divergence to the source in nats, at most."""
+    min_same_top: float | None = Field(default=None, ge=0, le=1)
+    """Share of positions with the same most likely token, at least."""
+    max_ppl_ratio: float | None = Field(default=None, gt=0)
+    """PPL(Q) / PPL(base), at most."""
+    min_recovery: dict[str, float] = Field(default_factory=dict)
+    """Task -> percent of the source's score, at least."""
+
+
 class Recipe(BaseModel):
     """One way to quantize the routed experts. The strings under the fields are their documentation."""
 
@@ -56,6 +71,8 @@ class Recipe(BaseModel):
     """Sequences at most; the data may hold fewer."""
     max_seq_length: int = Field(default=2048, ge=8)
     """Tokens per sequence. Samples are packed without padding."""
+    gates: Gates | None = None
+    """Limits for `kvq evaluate`. They judge a result and do not change it, so they are no part of the hash."""
 
     @property
     def needs_calibration(self) -> bool:
@@ -63,8 +80,8 @@ class Recipe(BaseModel):
 
     @property
     def sha256(self) -> str:
-        """Hash over all fields, defaults included."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        """Hash over all fields that a result depends on, defaults included."""
+        text = json.dumps(self.model_dump(mode="json", exclude={"gates"}), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -103,6 +120,29 @@ def override(recipe: Recipe, settings: Sequence[str]) -> Recipe:
     return recipe if changed == recipe else changed.model_copy(update={"name": f"{base}-modified"})
 
 
+def make_gates(
+    max_mean_kl: float | None, min_same_top: float | None, max_ppl_ratio: float | None, min_recovery: Sequence[str]
+) -> Gates:
+    """Gates of the command line; a task's limit is `TASK=PERCENT`. Raises RecipeError."""
+    recovery: dict[str, float] = {}
+    for setting in min_recovery:
+        task, _, percent = setting.partition("=")
+        try:
+            recovery[task] = float(percent)
+        except ValueError:
+            raise RecipeError(f"--min-recovery {setting}: expected TASK=PERCENT, for example gsm8k=98.5.") from None
+    values = {"max_mean_kl": max_mean_kl, "min_same_top": min_same_top, "max_ppl_ratio": max_ppl_ratio}
+    return make_gates_from({**values, "min_recovery": recovery}, "gates")
+
+
+def make_gates_from(values: Any, place: str) -> Gates:
+    """Gates from plain data. Raises RecipeError that names the field."""
+    try:
+        return Gates.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(_first_error(error, place, "gates")) from None
+
+
 def _parse(text: str, place: str) -> Recipe:
     try:
         values = yaml.safe_load(text)
@@ -117,6 +157,10 @@ def _validate(values: dict[str, Any], place: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "recipe"
-        raise RecipeError(f"{place}: {field}: {first['msg']} (found {first['input']!r}).") from None
+        raise RecipeError(_first_error(error, place, "recipe")) from None
+
+
+def _first_error(error: ValidationError, place: str, whole: str) -> str:
+    first = error.errors()[0]
+    field = ".".join(map(str, first["loc"])) or whole
+    return f"{place}: {field}: {first['msg']} (found {first['input']!r})."

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kvq.verify.logits import final_hidden
+from kvq.verify.streaming import final_hidden
 from tests.checkpoints import edit_config
 from tests.loading import load_pretrained, rounded_runner
 from tests.runs import CASES, QUANTIZED, Shared
