@@ -89,13 +89,14 @@ def open_base(file: Path, depends_on: Mapping[str, str], num_groups: int) -> Ite
     Raises VerificationError for a file that is none, or was kept for anything else.
     """
     try:
-        with safe_open(file, framework="pt") as kept:
-            _expect_match(file, (kept.metadata() or {}).get("kvq"), depends_on)
-            yield [kept.get_slice(_name(number)) for number in range(num_groups)]
+        opened = safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise VerificationError(
             f"{file}: is no file of base logits ({error}). Make one with --save-base-logits."
         ) from None
+    with opened as kept:
+        _expect_match(file, (kept.metadata() or {}).get("kvq"), depends_on)
+        yield [kept.get_slice(_name(number)) for number in range(num_groups)]
 
 
 def _expect_match(file: Path, text: str | None, depends_on: Mapping[str, str]) -> None:

@@ -22,9 +22,8 @@ def positions(kl: list[float], same: list[bool], base: list[float], other: list[
     """Positions of one document, or of `document`."""
     numbers = extra.get("document", [0] * len(kl))
     places = extra.get("place", list(range(len(kl))))
-    columns = [torch.tensor(kl, dtype=torch.float64), torch.tensor(same)]
-    columns += [torch.tensor(values, dtype=torch.float64) for values in (base, other)]
-    return Positions(*columns, torch.tensor(numbers), torch.tensor(places))
+    kl_P, base_P, other_P = (torch.tensor(values, dtype=torch.float64) for values in (kl, base, other))
+    return Positions(kl_P, torch.tensor(same), base_P, other_P, torch.tensor(numbers), torch.tensor(places))
 
 
 def test_two_positions_by_hand() -> None:
@@ -112,13 +111,11 @@ def drawn() -> tuple[Figures, dict[str, float], Array]:
     other = base + draw.normal(size=(400, 30)) * 0.3
     following = draw.integers(0, 30, 400)
     p_PV, q_PV = (np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in (base, other))
-    rows = position_rows(
-        *(torch.tensor(x).log_softmax(-1) for x in (base, other)), torch.tensor(following, dtype=torch.int64)
-    )
+    base_PV, other_PV = (torch.tensor(x).log_softmax(-1) for x in (base, other))
+    rows = position_rows(base_PV, other_PV, torch.tensor(following, dtype=torch.int64))
     numbers, places = torch.arange(400) // 40, torch.arange(400) % 40
-    return summarize(Positions(*rows, numbers, places)), llama_cpp(p_PV, q_PV, following), (
-        p_PV * np.log(p_PV / q_PV)
-    ).sum(1)  # fmt: skip
+    found = summarize(Positions(*rows, document_P=numbers, place_P=places))
+    return found, llama_cpp(p_PV, q_PV, following), (p_PV * np.log(p_PV / q_PV)).sum(1)
 
 
 def test_equals_llama_cpp_s_formulas(drawn: tuple[Figures, dict[str, float], Array]) -> None:
