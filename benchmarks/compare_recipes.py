@@ -60,18 +60,19 @@ def measure(model: tuple[str, str], recipe: str, budget: str, arguments: argpars
             "--device",
             arguments.device,
         )
-        distance, _, _ = run_kvq(
+        evaluation, _, _ = run_kvq(
             "evaluate", out, "--source", source, "--data", arguments.data, "--max-rows", str(arguments.rows),
-            "--device", arguments.device,
+            "--device", arguments.device, "--no-damage",
         )  # fmt: skip
+    figures = evaluation["distance"]["figures"]
     summary, tokens = made["summary"], made["calibration"]
     used = f"{tokens['num_sequences']}x{tokens['sequence_length']}" if tokens else "none"
     gpu = made["peak_device_bytes"]
     cells = [
         Path(source).name, recipe, used, f"{summary['source_bytes'] / 1e6:.2f}", f"{summary['output_bytes'] / 1e6:.2f}",
-        f"{seconds:.1f}", f"{rss:.2f}", f"{gpu / 2**30:.2f}" if gpu else "-", f"{distance['mean_kl']:.5f}",
-        f"{distance['percentile_kl']['99']:.4f}", f"{distance['same_top_p']:.4f}",
-        f"{distance['perplexity_ratio']:.5f}",
+        f"{seconds:.1f}", f"{rss:.2f}", f"{gpu / 2**30:.2f}" if gpu else "-", f"{figures['mean_kld']['value']:.5f}",
+        f"{figures['percentile_kld']['99']['value']:.4f}", f"{figures['same_top_p']['value']:.4f}",
+        f"{figures['ppl_ratio']['value']:.5f}",
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
