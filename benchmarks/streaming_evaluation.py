@@ -127,10 +127,9 @@ def main() -> None:
         layers = json.loads((deep[0] / "config.json").read_text())["num_hidden_layers"]
         found = {way: in_own_process(way, arguments, *deep) for way in ("whole", "streaming", "streaming-with-damage")}
         for way, row in found.items():
+            cost = f"{row['seconds']:.1f} | {row['cpu_seconds']:.1f} | {row['peak_bytes'] / 1e6:.0f}"
             figures = f"{row['kl']:.9f} | {row['top']:.6f} | {row['ratio']:.9f}"
-            sys.stdout.write(
-                f"| {layers} | {way} | {row['seconds']:.1f} | {row['cpu_seconds']:.1f} | {row['peak_bytes'] / 1e6:.0f} | {figures} |\n"
-            )
+            sys.stdout.write(f"| {layers} | {way} | {cost} | {figures} |\n")
             sys.stdout.flush()
             if abs(row["kl"] - found["whole"]["kl"]) > AGREE * max(1.0, found["whole"]["kl"]):
                 raise SystemExit(f"{way}: mean KL {row['kl']} differs from the whole models' {found['whole']['kl']}")

@@ -3,7 +3,7 @@
 Shape suffixes: N = sequences, S = tokens, H = hidden size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +15,14 @@ from torch import Tensor
 from kvq.calibration.forward import ModelRunner
 from kvq.checkpoint.index import MANIFEST_NAME, load_json
 from kvq.checkpoint.reader import CheckpointReader
-from kvq.errors import VerificationError
+from kvq.errors import RecipeError, VerificationError
 from kvq.verify.base_logits import fingerprint, open_base, save_base
 from kvq.verify.damage import LayerDamage, damage_report
 from kvq.verify.documents import Cut, EvaluationSet, load_evaluation_set
 from kvq.verify.figures import Figures, by_position, summarize
 from kvq.verify.kv_simulation import KvSimulation, SimulatedDtype, make_simulation
 from kvq.verify.logits import Head, HiddenRows, Positions, compare_group
-from kvq.verify.streaming import StreamedModel, final_hidden, run_both
-
-Stage = Callable[[str], None]
+from kvq.verify.streaming import Stage, StreamedModel, final_hidden, run_both
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,9 @@ class Evaluation:
 
 
 def evaluate_checkpoint(request: Request, device: torch.device, stage: Stage) -> Evaluation:
-    """Compare two checkpoint folders. Raises the errors of `load_evaluation_set`, `open_base` and `ModelRunner`."""
+    """Compare two checkpoint folders. Raises RecipeError for a request that makes no sense, and the errors of
+    `load_evaluation_set`, `open_base`, `save_base` and `ModelRunner`."""
+    _refuse_inside(request.save_base_logits, (request.source, request.folder))
     base, other = (ModelRunner(CheckpointReader(folder), device) for folder in (request.source, request.folder))
     expect_comparable(base, other)
     kv = make_simulation(request.kv_dtype, request.kv_scales, other.facts) if request.kv_dtype else None
@@ -81,6 +81,13 @@ def evaluate_checkpoint(request: Request, device: torch.device, stage: Stage) ->
     }
     report = damage_report(damage) if damage is not None else None
     return Evaluation(figures, distance, report, kv.rows() if kv is not None else None)
+
+
+def _refuse_inside(file: Path | None, checkpoints: Sequence[Path]) -> None:
+    """Raise RecipeError for a file of kept states that would lie among a checkpoint's shards and be read as one."""
+    for folder in checkpoints:
+        if file is not None and file.resolve().is_relative_to(folder.resolve()):
+            raise RecipeError(f"--save-base-logits {file}: lies inside the checkpoint {folder}. Choose another place.")
 
 
 def expect_comparable(base: ModelRunner, other: ModelRunner) -> None:

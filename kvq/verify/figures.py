@@ -82,7 +82,7 @@ def summarize(positions: Positions) -> Figures:
         max_kld=Estimate(float(kl.max())),
         min_kld=Estimate(float(kl.min())),
         percentile_kld=percentiles(kl, KLD_PERCENTILES),
-        same_top_p=_share(same, document),
+        same_top_p=mean(same, document),  # its error is llama.cpp's sqrt(p (1 - p) / (n - 1))
         **_token_figures(_array(positions.base_P)[known], _array(positions.other_P)[known], document[known]),
     )
 
@@ -121,11 +121,6 @@ def mean(values: Array, document: NDArray[np.int64]) -> Estimate:
     groups = len(sums)
     clustered = math.sqrt(groups / (groups - 1) * float((sums**2).sum())) / count if groups > 1 else None
     return Estimate(middle, error, clustered)
-
-
-def _share(hits: Array, document: NDArray[np.int64]) -> Estimate:
-    """llama.cpp's sqrt(p (1 - p) / (n - 1)), which is the error of the mean of zeros and ones."""
-    return mean(hits, document)
 
 
 def _scaled_errors(value: float, of: Estimate, slope: float) -> Estimate:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvq.errors import OutputError, VerificationError
+from kvq.errors import OutputError, RecipeError, VerificationError
 from tests.checkpoints import edit_tensor
 from tests.runs import Shared, write_calibration
 from tests.verify.comparison import compare
@@ -50,6 +50,8 @@ def test_files_that_are_none(shared: Shared, tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match="was not written by `kvq evaluate --save-base-logits`"):
         shard = next(iter(sorted(source.glob("*.safetensors"))))
         compare(out, source, shared.calibration, rows=1, base_logits=shard)
+    with pytest.raises(RecipeError, match="lies inside the checkpoint"):
+        compare(out, source, shared.calibration, rows=1, save_base_logits=out / "kvq-reports" / "x.safetensors")
     with pytest.raises(OutputError, match="cannot be written"):
         compare(out, source, shared.calibration, rows=1, damage=False, save_base_logits=tmp_path / "none" / "x")
 

@@ -116,8 +116,10 @@ def test_a_wrong_scale_is_named(shared: Shared, tmp_path: Path, name: str) -> No
 def test_stored_once_whether_damage_is_measured_or_not(shared: Shared) -> None:
     """The damage report runs every layer twice; the account is of the model's own pass."""
     source = shared.source("glm-4.7")
-    options = {"rows": 2, "length": 20, "kv_dtype": "fp8_e4m3"}
-    first, second = (compare(source, source, shared.calibration, damage=d, **options) for d in (True, False))  # type: ignore[arg-type]
+    first, second = (
+        compare(source, source, shared.calibration, rows=2, length=20, kv_dtype="fp8_e4m3", damage=damage)
+        for damage in (True, False)
+    )
     assert first.kv == second.kv and first.figures == second.figures
 
 
