@@ -21,13 +21,16 @@ DOORS = {
     "llmcompressor": ("quantize/llmcompressor_backend.py",),
     "compressed_tensors": ("checkpoint/packing.py", "quantize/llmcompressor_backend.py", "verify/structure.py"),
     "safetensors": ("checkpoint/reader.py", "checkpoint/writer.py", "checkpoint/journal.py"),
-    "huggingface_hub": ("checkpoint/source.py", "checkpoint/hub_headers.py"),
-    "httpx": ("checkpoint/source.py",),
+    "huggingface_hub": (
+        "checkpoint/hub.py", "checkpoint/source.py", "checkpoint/hub_headers.py", "checkpoint/arrival.py",
+        "publish/hub_repo.py",
+    ),  # fmt: skip
+    "httpx": ("checkpoint/hub.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
     "triton": ("quantize/triton_kernels.py",),
     "jinja2": ("calibration/dataset.py",),
-    "rich": ("console/screen.py", "console/run.py", "console/plan.py"),
+    "rich": ("console/screen.py", "console/run.py", "console/plan.py", "console/transfer.py"),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
 }
 
