@@ -14,6 +14,13 @@ ORDER = (
     "commands", "cli", "__main__",
 )  # fmt: skip
 TRANSFORMERS = ("calibration/transformers_door.py", "calibration/tiktoken_door.py")
+HUB = (
+    "checkpoint/hub.py",
+    "checkpoint/source.py",
+    "checkpoint/hub_headers.py",
+    "checkpoint/arrival.py",
+    "publish/hub_repo.py",
+)
 DOORS = {
     "accelerate": TRANSFORMERS,
     "transformers": TRANSFORMERS,
@@ -21,10 +28,7 @@ DOORS = {
     "llmcompressor": ("quantize/llmcompressor_backend.py",),
     "compressed_tensors": ("checkpoint/packing.py", "quantize/llmcompressor_backend.py", "verify/structure.py"),
     "safetensors": ("checkpoint/reader.py", "checkpoint/writer.py", "checkpoint/journal.py"),
-    "huggingface_hub": (
-        "checkpoint/hub.py", "checkpoint/source.py", "checkpoint/hub_headers.py", "checkpoint/arrival.py",
-        "publish/hub_repo.py",
-    ),  # fmt: skip
+    "huggingface_hub": HUB,
     "httpx": ("checkpoint/hub.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),

@@ -96,16 +96,16 @@ def is_transient(error: BaseException | None) -> bool:
     return False
 
 
-def retried(call: Callable[[], T], note: Note = lambda text: None) -> T:
-    """The call's result. Errors that may pass are met by waiting longer each time, up to ATTEMPTS calls in all."""
-    for attempt in range(1, ATTEMPTS):
+def retried(call: Callable[[], T], note: Note = lambda text: None, attempts: int = ATTEMPTS) -> T:
+    """The call's result. Errors that may pass are met by waiting longer each time, up to `attempts` calls in all."""
+    for attempt in range(1, attempts):
         try:
             return call()
         except client_errors() as error:
             if not is_transient(error):
                 raise
             wait = min(LONGEST_WAIT_SECONDS, 2.0**attempt) * random.uniform(0.5, 1)
-            note(f"attempt {attempt} of {ATTEMPTS} failed ({redact(describe(error))}); again in {wait:.0f} s")
+            note(f"attempt {attempt} of {attempts} failed ({redact(describe(error))}); again in {wait:.0f} s")
             time.sleep(wait)
     return call()
 

@@ -10,6 +10,8 @@ from kvq.checkpoint.arrival import check_arrival
 from kvq.checkpoint.hub import Note, hub_errors, hub_info, retried
 from kvq.errors import CheckpointError
 
+DOWNLOAD_ATTEMPTS = 30  # a failure of any one file ends an attempt; those that arrived are not asked for again
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -64,6 +66,6 @@ def download(
     where: dict[str, Any] = {} if folder is None else {"local_dir": folder}
     with hub_errors(repo):
         info = hub_info(repo, revision, files=True)
-        arrived = Path(retried(lambda: snapshot_download(repo, revision=info.sha, **where), note))
+        arrived = Path(retried(lambda: snapshot_download(repo, revision=info.sha, **where), note, DOWNLOAD_ATTEMPTS))
     check_arrival(repo, info.sha, arrived, info.siblings or (), progress)
     return Source(arrived, repo, info.sha)

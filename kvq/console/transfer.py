@@ -16,10 +16,18 @@ class TransferLines:
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
         self._started = time.monotonic()
+        self._tenth = 0
 
     def note(self, text: str) -> None:
         if not self._quiet:
             ERR.print(text)
+
+    def checked(self, done_bytes: int, total_bytes: int) -> None:
+        """What arrived, as it is hashed: a line for each tenth."""
+        tenth = 10 * done_bytes // max(1, total_bytes)
+        if tenth > self._tenth:
+            self._tenth = tenth
+            self.note(f"checked {short_size(done_bytes)} of {short_size(total_bytes)}")
 
     def sent(self, file: str, done_bytes: int, total_bytes: int) -> None:
         elapsed = time.monotonic() - self._started

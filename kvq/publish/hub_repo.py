@@ -4,6 +4,7 @@ Every call is safe to repeat: content is stored by its hash, and a commit is mad
 answer that got lost leads to no second commit.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -107,11 +108,11 @@ def quiet_client() -> None:
 
     HF_HUB_VERBOSITY brings the warnings back.
     """
-    from huggingface_hub.utils import disable_progress_bars, logging
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     if "HF_HUB_VERBOSITY" not in os.environ:
-        logging.set_verbosity_error()
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _api() -> Any:

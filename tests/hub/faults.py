@@ -12,7 +12,7 @@ KINDS: tuple[Kind, ...] = ("500", "502", "503", "429", "timeout", "drop", "drop-
 
 @dataclass
 class Faults:
-    """Each request fails with probability `rate`. `first` makes the first request to a path holding a text fail so."""
+    """Each request fails with probability `rate`. `first` makes the first request whose path holds a text fail so."""
 
     rate: float = 0.0
     seed: int = 0
@@ -37,8 +37,9 @@ class Faults:
             return fault
 
     def _choose(self, key: str, attempt: int) -> Kind | None:
-        for text, kind in self.first.items():
-            if text in key and attempt == 1:
+        for text, kind in list(self.first.items()):
+            if text in key:
+                del self.first[text]
                 return kind
         number = int.from_bytes(hashlib.sha256(f"{self.seed} {key} {attempt}".encode()).digest()[:8], "big")
         share = number / 2**64

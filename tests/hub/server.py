@@ -3,6 +3,7 @@
 Routes: create, branch, info, tree (paged), preupload, LFS batch with basic and multipart transfer, commit, resolve.
 """
 
+import hashlib
 import json
 import re
 import socket
@@ -12,31 +13,46 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.hub.faults import Faults, Kind
-from tests.hub.store import Repo, Store, is_large
+from tests.hub.store import Repo, Store, Stored, is_large
 
 PART_BYTES = 3000
 PAGE = 5
-SILENCE_SECONDS = 1.2  # longer than a client of the tests waits
+SILENCE_SECONDS = 0.8  # longer than a client of the tests waits
 Answer = tuple[int, Any, Mapping[str, str]]
 
 
 @dataclass
 class Hub:
-    """`token` is the one that may write; `expires_after` counts the requests after which it is refused."""
+    """`token` is the one that may write; `expires_after` counts the requests after which it is refused.
+
+    `replaced` are bytes that readers get in place of a file's, as a bad cache or disk would give them.
+    """
 
     store: Store = field(default_factory=Store)
     faults: Faults = field(default_factory=Faults)
     token: str = "hf_good"
     expires_after: int | None = None
     echoes_token: bool = False
+    replaced: dict[str, bytes] = field(default_factory=dict)
+    silence_seconds: float = SILENCE_SECONDS
     url: str = ""
     asked: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def put_folder(self, repo: str, folder: Path) -> str:
+        """All files of a folder as one commit, as somebody else would have sent them."""
+        tree = dict(self.store.repos[repo].commits[self.store.repos[repo].branches["main"]])
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                data, name = path.read_bytes(), path.relative_to(folder).as_posix()
+                tree[name] = Stored(data, hashlib.sha256(data).hexdigest() if is_large(name, len(data)) else None)
+        return self.store.repos[repo].add_commit("main", "a folder", tree)
 
 
 @contextmanager
@@ -59,6 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
     timeout = 20
+    wbufsize = -1  # an answer is one packet, not held back for the acknowledgement of another
+    disable_nagle_algorithm = True
     body: bytes
 
     def log_message(self, format: str, *args: object) -> None:
@@ -73,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         fault = self.hub.faults.draw(self.command, path)
         try:
-            if fault == "drop-mid":
+            if fault == "drop-mid" and self.command in ("PUT", "POST"):
                 self.rfile.read(int(self.headers.get("Content-Length", 0)) // 2)
                 return self._cut()
             self.body = self._read_body()
@@ -97,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "drop":
             return self._cut()
         if fault == "timeout":
-            time.sleep(SILENCE_SECONDS)
+            time.sleep(self.hub.silence_seconds)
             return self._cut()
         if fault is not None and fault.isdigit():
             return self._send((int(fault), {"error": f"fault {fault}"}, {}))
@@ -105,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer = self._refusal(path) or self._route(path)
         if fault == "lost-answer":
             return self._cut()
-        return self._send(answer)
+        return self._send(answer, half=fault == "drop-mid")
 
     def _cut(self) -> None:
         self.close_connection = True
@@ -131,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return handle(self, *map(unquote, found.groups()))
         return 404, {"error": "no such route"}, {}
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: Answer, half: bool = False) -> None:
         status, value, headers = answer
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
@@ -140,7 +158,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, text)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            self.wfile.write(data[: len(data) // 2] if half else data)
+        if half:
+            self.wfile.flush()
+            self._cut()
 
     # -- routes -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.body)
         name = f"{asked['organization']}/{asked['name']}"
         if not self.hub.store.create(name, asked.get("visibility") == "private" or bool(asked.get("private"))):
-            return 409, {"error": "You already created this model repo"}, {}
+            return 409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}, {}
         return 200, {"url": f"{self.hub.url}/{name}"}, {}
 
     def branch(self, name: str, branch: str) -> Answer:
@@ -264,13 +285,14 @@ class _Handler(BaseHTTPRequestHandler):
         file = repo.commits[commit].get(path)
         if file is None:
             return 404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"}
+        data = self.hub.replaced.get(path, file.data)
         headers = {"ETag": f'"{file.lfs or file.oid}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if wanted is None:
-            return 200, file.data, headers
-        start, stop = int(wanted[1]), min(int(wanted[2] or len(file.data)) + 1, len(file.data))
-        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(file.data)}"
-        return 206, file.data[start:stop], headers
+            return 200, data, headers
+        start, stop = int(wanted[1]), min(int(wanted[2] or len(data)) + 1, len(data))
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        return 206, data[start:stop], headers
 
 
 NO_REPO: Answer = (404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
