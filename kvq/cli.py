@@ -14,10 +14,8 @@ from kvq.commands.plan import plan
 from kvq.commands.quantize import quantize
 from kvq.commands.upload import upload
 from kvq.commands.verify import verify
-from kvq.errors import KvqError, OutputError
+from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory
 
-INTERRUPTED = 130
-OUT_OF_MEMORY = 9
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
@@ -46,7 +44,7 @@ def main() -> None:
         app()
     except KvqError as error:
         typer.echo(f"kvq: {error}", err=True)
-        sys.exit(error.exit_code)
+        sys.exit(exit_code_of(error))
     except SystemExit as stop:  # typer turns Ctrl-C into this, without a word
         if stop.code == INTERRUPTED:
             typer.echo(
@@ -55,9 +53,9 @@ def main() -> None:
         raise
     except OSError as error:
         typer.echo(f"kvq: {error}", err=True)
-        sys.exit(OutputError.exit_code)
+        sys.exit(exit_code_of(error))
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's, not imported
+        if not is_out_of_memory(error):
             raise
         reason = str(error).split(". ")[0] or "the host has no memory left"
         typer.echo(
@@ -65,7 +63,7 @@ def main() -> None:
             "num_calibration_samples=..., --set max_seq_length=... (with --restart: it is another run then).",
             err=True,
         )
-        sys.exit(OUT_OF_MEMORY)
+        sys.exit(exit_code_of(error))
 
 
 if __name__ == "__main__":

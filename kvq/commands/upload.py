@@ -9,10 +9,8 @@ from typing import Annotated
 import typer
 
 from kvq.commands.options import Json, print_json
-from kvq.errors import VerificationError
+from kvq.errors import INTERRUPTED, VerificationError
 from kvq.stop import StopRequest
-
-INTERRUPTED = 130
 
 
 def upload(
