@@ -1,11 +1,13 @@
 """The command line: registers the commands, and turns errors into one sentence and an exit code."""
 
+import platform
 import sys
 from typing import Annotated
 
 import typer
 
 from kvq import __version__
+from kvq.commands.doctor import doctor
 from kvq.commands.download import download
 from kvq.commands.evaluate import evaluate
 from kvq.commands.inspect import inspect
@@ -19,20 +21,27 @@ from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
-for command in (quantize, models, verify, evaluate, plan, inspect, download, upload):
+for command in (quantize, models, verify, evaluate, plan, inspect, download, upload, doctor):
     app.command()(command)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvq {__version__}")
+        from kvq.publish.machine import dependency_versions
+
+        typer.echo(f"kvq {__version__}\npython {platform.python_version()}")
+        for name, version in dependency_versions().items():
+            typer.echo(f"{name} {version}")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the versions of kvq and what it needs."
+        ),
     ] = False,
 ) -> None:
     pass

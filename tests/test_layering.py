@@ -34,7 +34,7 @@ DOORS = {
     "yaml": ("recipes/schema.py", "recipes/models.py"),
     "triton": ("quantize/triton_kernels.py",),
     "jinja2": ("calibration/dataset.py",),
-    "rich": ("console/screen.py", "console/run.py", "console/plan.py", "console/transfer.py"),
+    "rich": tuple(f"console/{name}.py" for name in ("screen", "run", "plan", "transfer", "doctor")),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
 }
 

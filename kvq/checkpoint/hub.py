@@ -125,6 +125,22 @@ def hub_info(repo: str, revision: str | None, files: bool = False) -> Any:
     return info
 
 
+def ask_hub(seconds: float) -> tuple[str, str | None]:
+    """The Hub's address and whose token this is (None without one), by one request that waits so long at most.
+
+    Raises what the client raises (`client_errors`).
+    """
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils._http import hf_raise_for_status
+
+    be_patient()
+    path = "/api/whoami-v2" if current_token() else "/api/models?limit=1"
+    response = get_session().get(constants.ENDPOINT + path, headers=build_hf_headers(), timeout=seconds)
+    hf_raise_for_status(response)
+    return constants.ENDPOINT, str(response.json()["name"]) if current_token() else None
+
+
 def be_patient() -> None:
     """Give the client's session timeouts: by its own default it would wait for a silent server for ever.
 

@@ -171,6 +171,9 @@ class _Handler(BaseHTTPRequestHandler):
     def whoami(self) -> Answer:
         return 200, {"name": "somebody", "type": "user"}, {}
 
+    def models(self) -> Answer:
+        return 200, [{"id": name} for name in self.hub.store.repos], {}
+
     def create(self) -> Answer:
         asked = json.loads(self.body)
         name = f"{asked['organization']}/{asked['name']}"
@@ -301,6 +304,7 @@ NAME = r"([^/]+/[^/]+)"
 Route = tuple[str, str, Callable[..., Answer]]
 ROUTES: tuple[Route, ...] = (
     ("GET", "/api/whoami-v2", _Handler.whoami),
+    ("GET", "/api/models", _Handler.models),
     ("POST", "/api/repos/create", _Handler.create),
     ("POST", "/api/validate-yaml", _Handler.validate_yaml),
     ("GET", f"/api/models/{NAME}", _Handler.info),
