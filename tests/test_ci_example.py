@@ -118,7 +118,7 @@ def test_its_commands_exist(workflow: dict[str, Any]) -> None:
 def test_the_container_is_not_root_and_gets_what_it_copies() -> None:
     text = (ROOT / "Containerfile").read_text(encoding="utf-8")
     last_stage = text.rpartition("FROM ")[2]
-    assert re.search(r"^USER kvq$", last_stage, re.M) and "root" not in last_stage
+    assert re.search(r"^USER 10001:10001$", last_stage, re.M) and "root" not in last_stage
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {word for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M) for word in line.split()}
     assert copied == allowed and all((ROOT / name).exists() for name in copied)

@@ -3,6 +3,7 @@
 import errno
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -171,7 +172,8 @@ class _Redaction(logging.Filter):
 
 
 def redact(text: str) -> str:
-    """The text without the token, as it is and as Python or JSON would quote it."""
+    """The text without the token, as it is and as Python or JSON would quote it, and without signed parts of links."""
+    text = re.sub(r"(https?://[^\s'\"?]+\?)[^\s'\"]+", r"\1...", text)
     token = current_token()
     if token:
         for form in (token, repr(token)[1:-1], token.encode("unicode_escape").decode()):

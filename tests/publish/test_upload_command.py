@@ -141,6 +141,9 @@ def test_redaction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_a\x01b")
     assert redact("x hf_a\x01b y") == "x <token> y"
     assert redact(repr(b"Bearer hf_a\x01b")) == "b'Bearer <token>'"
+    assert (
+        redact("503 for url 'https://s3.x/a/b?X-Amz-Signature=123&b=1': no") == "503 for url 'https://s3.x/a/b?...': no"
+    )
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nonexistent")
     assert redact("x") == "x"
