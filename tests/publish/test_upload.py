@@ -1,6 +1,7 @@
 """An upload against a Hub of the tests: what arrives, in what order, what is refused, and what happens under faults."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,15 @@ def test_each_fault_once_at_every_step(hub: Hub, folder: Path, kind: Kind) -> No
     assert_whole(hub, make_bundle(folder), result)
     assert hub.faults.met[kind] >= len(routes) - 1
     assert len(trees(hub)) == 3  # the Hub's own, the weights, what makes it loadable
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(hub: Hub, folder: Path) -> None:
+    """The client's own timeout is none at all."""
+    hub.silence_seconds = 60
+    hub.faults = Faults(first=dict.fromkeys(("whoami", "create", "tree", "preupload", "/2", "commit"), "timeout"))
+    started = time.monotonic()
+    assert_whole(hub, make_bundle(folder), send(folder))
+    assert time.monotonic() - started < 30 and hub.faults.met["timeout"] == 6
 
 
 @pytest.mark.parametrize("after", [0, 3, 8, 20])
