@@ -143,9 +143,9 @@ def ask_hub(seconds: float) -> tuple[str, str | None]:
 
 
 def be_patient() -> None:
-    """Give the client's session timeouts: by its own default it would wait for a silent server for ever.
+    """Give every request of the client a timeout: by itself it would wait for a silent server for ever.
 
-    Also keeps the token out of what the client logs.
+    Some of its calls state "no timeout" of their own, so a default is not enough. Also keeps the token out of what the client logs.
     """
     import httpx
     from huggingface_hub import set_client_factory
@@ -153,8 +153,14 @@ def be_patient() -> None:
 
     def factory() -> httpx.Client:
         client = _http.default_client_factory()
-        client.timeout = httpx.Timeout(ANSWER_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS, pool=None)
+        client.event_hooks = {**client.event_hooks, "request": [*client.event_hooks["request"], bound]}
         return client
+
+    def bound(request: httpx.Request) -> None:
+        stated = request.extensions.get("timeout") or {}
+        longest = httpx.Timeout(ANSWER_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS, pool=None).as_dict()
+        kept = {name: seconds for name, seconds in stated.items() if seconds is not None}
+        request.extensions = {**request.extensions, "timeout": {**longest, **kept}}
 
     if getattr(_http, "_GLOBAL_CLIENT_FACTORY", None) is _http.default_client_factory:
         set_client_factory(factory)
