@@ -145,7 +145,8 @@ def ask_hub(seconds: float) -> tuple[str, str | None]:
 def be_patient() -> None:
     """Give every request of the client a timeout: by itself it would wait for a silent server for ever.
 
-    Some of its calls state "no timeout" of their own, so a default is not enough. Also keeps the token out of what the client logs.
+    Some of its calls state "no timeout" of their own, so a default is not enough. Also keeps the token out of what the
+    client logs.
     """
     import httpx
     from huggingface_hub import set_client_factory
