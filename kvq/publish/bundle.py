@@ -15,7 +15,7 @@ from kvq.verify.structure import load_manifest
 
 CARD = "README.md"
 DISTANCE = "kvq-reports/distance.json"
-DISTANCE_SCHEMA = "kvq.distance/"
+DISTANCE_SCHEMA = "kvq.distance/1"
 # Without config.json no engine loads a repository; without the index none reads several shards.
 LOADABLE = ("config.json", INDEX_NAME)
 LAST = (*LOADABLE, CARD, MANIFEST_NAME)
@@ -77,12 +77,14 @@ def _report_faults(folder: Path) -> list[str]:
     if not path.is_file():
         return [f"there is no {DISTANCE} (`kvq evaluate` writes it)"]
     try:
-        schema = load_json(path).get("schema")
+        report = load_json(path)
     except CheckpointError as error:
         return [str(error).replace(f"{folder}/", "")]
-    if not str(schema).startswith(DISTANCE_SCHEMA):
-        return [f"{DISTANCE} has schema {schema!r}, not {DISTANCE_SCHEMA}1"]
-    return []
+    if report.get("schema") != DISTANCE_SCHEMA:
+        return [f"{DISTANCE} has schema {report.get('schema')!r}, not {DISTANCE_SCHEMA}"]
+    gates = report.get("gates") or []
+    missed = [str(gate.get("name")) for gate in gates if isinstance(gate, dict) and gate.get("passed") is not True]
+    return [f"{DISTANCE} says that gates are missed: {', '.join(missed)}"] if missed else []
 
 
 def check_folder(folder: Path, progress: Callable[[int, int], None]) -> list[str]:

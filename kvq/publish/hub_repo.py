@@ -6,14 +6,15 @@ answer that got lost leads to no second commit.
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from kvq.checkpoint.hub import Note, hub_info, retried
+from kvq.checkpoint.hub import Note, hub_errors, hub_info, retried
 from kvq.errors import HubError
 from kvq.publish.bundle import LocalFile
 
+T = TypeVar("T")
 MAIN = "main"
 
 
@@ -34,31 +35,47 @@ class RemoteFile:
 
 @dataclass(slots=True)
 class HubRepo:
-    """All methods are to be called in `hub_errors`. `store` may be called by several threads, for different files."""
+    """Every method raises HubError, with `advice`, when the Hub does not do its part after several tries.
+
+    `store` may be called by several threads, for different files.
+    """
 
     repo: str
     branch: str
     note: Note
+    advice: str
     _stored: dict[str, Any] = field(default_factory=dict)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        with hub_errors(self.repo, self.advice):
+            return retried(call, self.note)
+
+    def _info(self, revision: str | None) -> Any:
+        with hub_errors(self.repo, self.advice):
+            return hub_info(self.repo, revision)
+
+    def login(self) -> str:
+        """Who the token belongs to."""
+        return str(self._ask(lambda: _api().whoami()["name"]))
 
     def create(self, private: bool) -> None:
         """Make repository and branch where they are missing. Raises HubError for a public one that is to be private."""
         api = _api()
-        retried(lambda: api.create_repo(self.repo, private=private or None, exist_ok=True), self.note)
-        if private and not hub_info(self.repo, None).private:
+        self._ask(lambda: api.create_repo(self.repo, private=private or None, exist_ok=True))
+        if private and not self._info(None).private:
             raise HubError(
                 f"{self.repo} exists and is public. Nothing was sent; make it private first, or drop --private."
             )
         if self.branch != MAIN:
-            retried(lambda: api.create_branch(self.repo, branch=self.branch, exist_ok=True), self.note)
+            self._ask(lambda: api.create_branch(self.repo, branch=self.branch, exist_ok=True))
 
     def head(self) -> str:
         """The commit that the branch names now."""
-        return str(hub_info(self.repo, self.branch).sha)
+        return str(self._info(self.branch).sha)
 
     def files(self, revision: str | None = None) -> dict[str, RemoteFile]:
         """All files of the branch, or of a commit."""
-        return retried(lambda: self._list(revision or self.branch), self.note)
+        return self._ask(lambda: self._list(revision or self.branch))
 
     def _list(self, revision: str) -> dict[str, RemoteFile]:
         found = {}
@@ -71,7 +88,7 @@ class HubRepo:
 
     def store(self, file: LocalFile) -> None:
         """Send a large file's content; nothing is visible in the repository yet. Content that is there is not sent."""
-        retried(lambda: self._preupload(file), self.note)
+        self._ask(lambda: self._preupload(file))
 
     def _preupload(self, file: LocalFile) -> None:
         addition = _addition(file)
@@ -81,7 +98,7 @@ class HubRepo:
     def commit(self, files: Sequence[LocalFile], deleted: Iterable[str], message: str) -> None:
         """One commit of those files that the branch does not hold yet, and of those deletions that are not done."""
         gone = frozenset(deleted)
-        retried(lambda: self._commit(files, gone, message), self.note)
+        self._ask(lambda: self._commit(files, gone, message))
 
     def _commit(self, files: Sequence[LocalFile], deleted: frozenset[str], message: str) -> None:
         from huggingface_hub import CommitOperationDelete
@@ -96,11 +113,6 @@ class HubRepo:
 def lacking(files: Iterable[LocalFile], there: dict[str, RemoteFile]) -> list[LocalFile]:
     """The files that a listing does not hold with this size and hash."""
     return [file for file in files if file.path not in there or not there[file.path].holds(file)]
-
-
-def check_login() -> str:
-    """Who the token belongs to. To be called in `hub_errors`, whose error it raises without one."""
-    return str(retried(lambda: _api().whoami())["name"])
 
 
 def quiet_client() -> None:

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvq.checkpoint.hub import hub_errors
 from kvq.errors import HubError, StoppedError
 from kvq.publish.bundle import LOADABLE, Bundle, LocalFile
-from kvq.publish.hub_repo import MAIN, HubRepo, RemoteFile, check_login, lacking, quiet_client
+from kvq.publish.hub_repo import MAIN, HubRepo, RemoteFile, lacking, quiet_client
 from kvq.stop import StopRequest
 
 BATCH_BYTES = 50 * 10**9  # content that no commit names is dropped by the Hub after a day or so
@@ -60,24 +59,23 @@ def upload(bundle: Bundle, target: Target, progress: UploadProgress, stop: StopR
 
     While weights are missing the branch has neither config nor index, so no engine loads a part of it.
     """
-    remote = HubRepo(target.repo, target.revision, progress.note)
-    with hub_errors(target.repo, ADVICE):
-        quiet_client()
-        progress.note(f"logged in as {check_login()}")
-        remote.create(target.private)
-        there = remote.files()
-        removed = _to_remove(bundle, target, there)
-        early, last = lacking(bundle.early, there), lacking(bundle.last, there)
-        sending = _Sending(remote, target.workers, progress, stop, sum(file.size for file in (*early, *last)))
-        _send_early(sending, early, removed)
-        unseen = lacking(bundle.early, remote.files())
-        if unseen:
-            raise _differs(target.repo, remote.head(), f"another size or hash: {_some([file.path for file in unseen])}")
-        sending.store(last)
-        remote.commit(last, (), "Add config, index, manifest and card: the checkpoint is whole")
-        progress.note("comparing every file")
-        revision = remote.head()
-        compare(bundle, remote.files(revision), target.repo, revision)
+    quiet_client()
+    remote = HubRepo(target.repo, target.revision, progress.note, ADVICE)
+    progress.note(f"logged in as {remote.login()}")
+    remote.create(target.private)
+    there = remote.files()
+    removed = _to_remove(bundle, target, there)
+    early, last = lacking(bundle.early, there), lacking(bundle.last, there)
+    sending = _Sending(remote, target.workers, progress, stop, sum(file.size for file in (*early, *last)))
+    _send_early(sending, early, removed)
+    unseen = lacking(bundle.early, remote.files())
+    if unseen:
+        raise _differs(target.repo, remote.head(), f"another size or hash: {_some([file.path for file in unseen])}")
+    sending.store(last)
+    remote.commit(last, (), "Add config, index, manifest and card: the checkpoint is whole")
+    progress.note("comparing every file")
+    revision = remote.head()
+    compare(bundle, remote.files(revision), target.repo, revision)
     size = sum(file.size for file in bundle.files.values())
     return Uploaded(target.repo, revision, len(bundle.files), size, len(early) + len(last), sending.total)
 
@@ -104,18 +102,21 @@ class _Sending:
     done: int = 0
 
     def store(self, files: Sequence[LocalFile]) -> None:
-        with ThreadPoolExecutor(self.workers) as pool:
-            jobs = {pool.submit(self.remote.store, file): file for file in files}
-            try:
-                for job in as_completed(jobs):
-                    job.result()
-                    file = jobs[job]
-                    self.done += file.size
-                    self.progress.sent(file.path, self.done, self.total)
-                    self._stop_if_asked()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        """Raises what the first failure raises, or StoppedError, when the files on their way are finished."""
+        pool = ThreadPoolExecutor(self.workers)
+        jobs = {pool.submit(self.remote.store, file): file for file in files}
+        at_once = False
+        try:
+            for job in as_completed(jobs):
+                job.result()
+                self.done += jobs[job].size
+                self.progress.sent(jobs[job].path, self.done, self.total)
+                self._stop_if_asked()
+        except KeyboardInterrupt:  # the second signal
+            at_once = True
+            raise
+        finally:
+            pool.shutdown(wait=not at_once, cancel_futures=True)
 
     def _stop_if_asked(self) -> None:
         if self.stop is not None and self.stop.signal is not None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,10 @@ def spoil(folder: Path, fault: str) -> str:
     if fault == "report that is no JSON":
         (folder / DISTANCE).write_text("{")
         return "kvq-reports/distance.json: not valid JSON"
+    if fault == "missed gate":
+        gates = [{"name": "max_mean_kl", "passed": False}, {"name": "min_same_top", "passed": True}]
+        (folder / DISTANCE).write_text(json.dumps({"schema": "kvq.distance/1", "gates": gates}))
+        return "kvq-reports/distance.json says that gates are missed: max_mean_kl"
     if fault == "no card":
         (folder / CARD).unlink()
         return "there is no README.md"
@@ -61,7 +66,15 @@ def spoil(folder: Path, fault: str) -> str:
     return "kvq verify finds "
 
 
-FAULTS = ("no report", "report of another kind", "report that is no JSON", "no card", "no manifest", "changed weights")
+FAULTS = (
+    "no report",
+    "report of another kind",
+    "report that is no JSON",
+    "missed gate",
+    "no card",
+    "no manifest",
+    "changed weights",
+)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -162,6 +175,26 @@ def test_killed_and_started_again(hub: Hub, folder: Path, kvq_main: Kvq, tmp_pat
     assert kvq_main("upload", folder, REPO).code == 0
     assert INDEX_NAME in newest(hub) and arrived < set(hub.store.contents)
     assert hub.store.received_bytes == sum(map(len, hub.store.contents.values()))
+
+
+def test_two_signals(folder: Path, tmp_path: Path) -> None:
+    """The first waits for the files on their way, which a silent server never takes; the second ends at once."""
+    with serve(Hub(faults=Faults(first={"/content/": "timeout"}), silence_seconds=60)) as hub:
+        with start_apart(hub, folder, tmp_path) as process:
+            assert process.stderr is not None
+            while " sent: " not in process.stderr.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            while "a second signal stops at once" not in process.stderr.readline():
+                assert process.poll() is None
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            started = time.monotonic()
+            said = process.stderr.read()
+            process.wait(timeout=30)
+        assert process.returncode == 130 and time.monotonic() - started < 10
+        assert said.endswith("kvq: interrupted. What has arrived is kept; the same command goes on.\n"), said
+        assert all(name not in newest(hub) for name in LOADABLE)
 
 
 def test_quantize_and_verify_a_model_of_the_hub(
