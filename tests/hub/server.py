@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ Answer = tuple[int, Any, Mapping[str, str]]
 class Hub:
     """`token` is the one that may write; `expires_after` counts the requests after which it is refused.
 
-    `replaced` are bytes that readers get in place of a file's, as a bad cache or disk would give them.
+    `replaced` are bytes that readers get in place of a file's, as a bad cache or disk would give them. `sent` counts
+    body bytes that readers took, by file; `ranges` says whether Range headers are honoured.
     """
 
     store: Store = field(default_factory=Store)
@@ -39,6 +41,8 @@ class Hub:
     expires_after: int | None = None
     echoes_token: bool = False
     replaced: dict[str, bytes] = field(default_factory=dict)
+    ranges: bool = True
+    sent: Counter[str] = field(default_factory=Counter)
     silence_seconds: float = SILENCE_SECONDS
     url: str = ""
     asked: list[str] = field(default_factory=list)
@@ -291,11 +295,17 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.hub.replaced.get(path, file.data)
         headers = {"ETag": f'"{file.lfs or file.oid}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if wanted is None:
+        if wanted is None or not self.hub.ranges:
+            self.count(path, len(data))
             return 200, data, headers
         start, stop = int(wanted[1]), min(int(wanted[2] or len(data)) + 1, len(data))
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        self.count(path, stop - start)
         return 206, data[start:stop], headers
+
+    def count(self, path: str, size: int) -> None:
+        if self.command == "GET":
+            self.hub.sent[path] += size
 
 
 NO_REPO: Answer = (404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
