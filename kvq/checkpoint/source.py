@@ -13,6 +13,10 @@ from kvq.errors import CheckpointError
 DOWNLOAD_ATTEMPTS = 30  # a failure of any one file ends an attempt; those that arrived are not asked for again
 
 
+def quiet(text: str) -> None:
+    """Takes notes and shows none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """`revision` is the Hub commit that was downloaded, None for a local folder."""
@@ -27,7 +31,9 @@ class Source:
         return self.id.rsplit("/", 1)[-1] if self.revision else Path(os.path.abspath(self.folder)).name
 
 
-def resolve_source(model: str, revision: str | None = None) -> Source:
+def resolve_source(
+    model: str, revision: str | None = None, note: Note = quiet, progress: Callable[[int, int], None] | None = None
+) -> Source:
     """A folder if one of that name exists, else a Hub id `owner/name`, downloaded into the Hub cache (resumable).
 
     The revision is resolved to a commit first, so that all files come from one state of the repository; what has
@@ -38,7 +44,7 @@ def resolve_source(model: str, revision: str | None = None) -> Source:
     if folder.is_dir():
         return Source(folder, model)
     check_hub_id(model)
-    return _download(model, revision)
+    return download(model, revision, None, note, progress)
 
 
 def check_hub_id(model: str) -> None:
@@ -48,10 +54,6 @@ def check_hub_id(model: str) -> None:
             f"{model}: no such folder, no known alias (`kvq models` lists them) and not a Hub id of the form "
             f"owner/name."
         )
-
-
-def _download(repo: str, revision: str | None) -> Source:
-    return download(repo, revision, None, lambda text: None)
 
 
 def download(

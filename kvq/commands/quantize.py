@@ -42,6 +42,7 @@ def quantize(
 ) -> None:
     """Quantize the routed experts to INT4 and keep everything else as it is."""
     from kvq.checkpoint.source import resolve_source
+    from kvq.console.transfer import TransferLines
 
     known = known_model(model)
     chosen = chosen_recipe(w, recipe, set_, known)
@@ -55,7 +56,8 @@ def quantize(
     with open_events(None if dry_run else events, "quantize") as log:
         _check_before_download(chosen, calibration, out, device)
         log.emit("source_wanted", model=model, revision=revision)
-        source = resolve_source(known.hub if known else model, revision)
+        lines = TransferLines(quiet=as_json)
+        source = resolve_source(known.hub if known else model, revision, lines.note, lines.checked)
         folder = out or Path(f"{model if known else source.name}-{chosen.name}")
 
         from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan, show_result
