@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import kvq
 from kvq.publish import machine
 from kvq.publish.machine import Engine, Finding, check_disk, check_engine, check_hub, check_packages, check_python
 from tests.conftest import Kvq
 from tests.hub.server import Hub
 
+ROOT = Path(kvq.__file__).parent.parent
 RANGES = ["torch>=2.0", "transformers<0.1", "no-such-package>=1", "typer>=0", "other; python_version < '3'"]
 
 
@@ -70,7 +72,7 @@ def test_python(monkeypatch: pytest.MonkeyPatch, found: tuple[int, int], status:
 
 
 def test_pythons_are_those_of_the_package() -> None:
-    (first, last), text = machine.PYTHONS, Path("pyproject.toml").read_text(encoding="utf-8")
+    (first, last), text = machine.PYTHONS, (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'requires-python = ">={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"' in text
 
 
