@@ -8,7 +8,7 @@ DEMO_SOURCE = examples/tiny-glm-5-fp8
 DEMO_OUT = demo-out/tiny-glm-5-int4
 SGLANG_VERSIONS = 0.5.17 0.5.23
 
-.PHONY: demo test style quality unit kernels contract test-gpu build clean
+.PHONY: demo test style quality unit kernels contract test-gpu build test-build clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "kvq needs Python 3.11 to 3.13, found " + sys.version.split()[0] + "; give one with make PYTHON=python3.12 ...")'
@@ -68,6 +68,15 @@ build: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
+
+# The wheel is made from the sdist, installed in an environment of its own, and does a small job away from the sources.
+test-build: build
+	rm -rf build/fresh && mkdir -p build/fresh/run
+	$(PYTHON) -m venv build/fresh/venv
+	build/fresh/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build/fresh/run && ../venv/bin/kvq --version && ../venv/bin/kvq doctor --offline
+	cd build/fresh/run && ../venv/bin/kvq quantize ../../../$(DEMO_SOURCE) --w int4-rtn --out out
+	cd build/fresh/run && ../venv/bin/kvq verify out --source ../../../$(DEMO_SOURCE)
 
 clean:
 	rm -rf $(VENV) .venv-sglang-* .contract-cases demo-out dist build .pytest_cache .mypy_cache .ruff_cache

@@ -1,39 +1,48 @@
 """The command line: registers the commands, and turns errors into one sentence and an exit code."""
 
+import platform
 import sys
 from typing import Annotated
 
 import typer
 
 from kvq import __version__
+from kvq.commands.doctor import doctor
+from kvq.commands.download import download
 from kvq.commands.evaluate import evaluate
 from kvq.commands.inspect import inspect
 from kvq.commands.models import models
 from kvq.commands.plan import plan
 from kvq.commands.quantize import quantize
 from kvq.commands.serve_config import serve_config
+from kvq.commands.upload import upload
 from kvq.commands.verify import verify
-from kvq.errors import KvqError, OutputError
+from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory
 
-INTERRUPTED = 130
-OUT_OF_MEMORY = 9
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
-for command in (quantize, models, verify, evaluate, plan, inspect, serve_config):
+for command in (quantize, models, verify, evaluate, plan, inspect, serve_config, download, upload, doctor):
     app.command()(command)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvq {__version__}")
+        from kvq.publish.machine import dependency_versions
+
+        typer.echo(f"kvq {__version__}\npython {platform.python_version()}")
+        for name, version in dependency_versions().items():
+            typer.echo(f"{name} {version}")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the versions of kvq and what it needs."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -45,7 +54,7 @@ def main() -> None:
         app()
     except KvqError as error:
         typer.echo(f"kvq: {error}", err=True)
-        sys.exit(error.exit_code)
+        sys.exit(exit_code_of(error))
     except SystemExit as stop:  # typer turns Ctrl-C into this, without a word
         if stop.code == INTERRUPTED:
             typer.echo(
@@ -54,9 +63,9 @@ def main() -> None:
         raise
     except OSError as error:
         typer.echo(f"kvq: {error}", err=True)
-        sys.exit(OutputError.exit_code)
+        sys.exit(exit_code_of(error))
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's, not imported
+        if not is_out_of_memory(error):
             raise
         reason = str(error).split(". ")[0] or "the host has no memory left"
         typer.echo(
@@ -64,7 +73,7 @@ def main() -> None:
             "num_calibration_samples=..., --set max_seq_length=... (with --restart: it is another run then).",
             err=True,
         )
-        sys.exit(OUT_OF_MEMORY)
+        sys.exit(exit_code_of(error))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,13 @@
     |-- GateError             10   a measured figure misses a limit that was set
     `-- StoppedError         130   SIGINT came (143: SIGTERM); what is finished is kept
 
+    out of memory              9   on the host or the GPU; Python's and torch's own errors
+
 Every message names the place, what was found and what to do. The number is the exit code.
 """
+
+OUT_OF_MEMORY = 9
+INTERRUPTED = 130
 
 
 class KvqError(Exception):
@@ -75,3 +80,17 @@ class StoppedError(KvqError):
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's own error, or torch's, which is known by its name: torch is not imported for this."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The number that `kvq` ends with when this error reaches the top."""
+    if isinstance(error, KvqError):
+        return error.exit_code
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    return OutputError.exit_code if isinstance(error, OSError) else KvqError.exit_code

@@ -113,11 +113,11 @@ def test_an_alias_is_downloaded_from_the_hub(
 
     asked = []
 
-    def download(repo: str, revision: str | None) -> source.Source:
+    def download(repo: str, revision: str | None, *more: object) -> source.Source:
         asked.append((repo, revision))
         return source.Source(shared.source("kimi-k2"), repo, "c" * 40)
 
-    monkeypatch.setattr(source, "_download", download)
+    monkeypatch.setattr(source, "download", download)
     monkeypatch.chdir(tmp_path)
     said = kvq_main("quantize", "kimi-k2", *SET, "--set=solver=rtn", "--revision", "main", "--json")
     assert asked == [("moonshotai/Kimi-K2-Instruct", "main")]

@@ -14,6 +14,13 @@ ORDER = (
     "commands", "cli", "__main__",
 )  # fmt: skip
 TRANSFORMERS = ("calibration/transformers_door.py", "calibration/tiktoken_door.py")
+HUB = (
+    "checkpoint/hub.py",
+    "checkpoint/source.py",
+    "checkpoint/hub_headers.py",
+    "checkpoint/arrival.py",
+    "publish/hub_repo.py",
+)
 DOORS = {
     "accelerate": TRANSFORMERS,
     "transformers": TRANSFORMERS,
@@ -27,13 +34,13 @@ DOORS = {
         "verify/base_logits.py",
     ),
     "matplotlib": ("verify/plots.py",),
-    "huggingface_hub": ("checkpoint/source.py", "checkpoint/hub_headers.py"),
-    "httpx": ("checkpoint/source.py",),
+    "huggingface_hub": HUB,
+    "httpx": ("checkpoint/hub.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
     "triton": ("quantize/triton_kernels.py",),
     "jinja2": ("calibration/dataset.py",),
-    "rich": ("console/screen.py", "console/run.py", "console/plan.py", "console/evaluation.py"),
+    "rich": tuple(f"console/{name}.py" for name in ("screen", "run", "plan", "evaluation", "transfer", "doctor", "serving")),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
 }
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq.checkpoint.header import TensorInfo, check_length, parse_header
+from kvq.checkpoint.hub import hub_errors, hub_info
 from kvq.checkpoint.index import INDEX_NAME, CheckpointIndex, assemble_index, load_json
-from kvq.checkpoint.source import hub_errors, hub_info
 from kvq.errors import HubError
 
 CONNECTIONS = 8

@@ -1,15 +1,20 @@
 """MODEL on the command line -> a local folder, with where it came from. The Hub's only way in."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvq.errors import CheckpointError, HubError
+from kvq.checkpoint.arrival import check_arrival
+from kvq.checkpoint.hub import Note, hub_errors, hub_info, retried
+from kvq.errors import CheckpointError
 
-COMMIT_LENGTH = 40
+DOWNLOAD_ATTEMPTS = 30  # a failure of any one file ends an attempt; those that arrived are not asked for again
+
+
+def quiet(text: str) -> None:
+    """Takes notes and shows none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +31,20 @@ class Source:
         return self.id.rsplit("/", 1)[-1] if self.revision else Path(os.path.abspath(self.folder)).name
 
 
-def resolve_source(model: str, revision: str | None = None) -> Source:
+def resolve_source(
+    model: str, revision: str | None = None, note: Note = quiet, progress: Callable[[int, int], None] | None = None
+) -> Source:
     """A folder if one of that name exists, else a Hub id `owner/name`, downloaded into the Hub cache (resumable).
 
-    The revision is resolved to a commit first, so that all files come from one state of the repository.
+    The revision is resolved to a commit first, so that all files come from one state of the repository; what has
+    arrived is compared with the hashes that the Hub states.
     Raises CheckpointError if it is neither, HubError if the Hub does not deliver.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return Source(folder, model)
     check_hub_id(model)
-    return _download(model, revision)
+    return download(model, revision, None, note, progress)
 
 
 def check_hub_id(model: str) -> None:
@@ -48,36 +56,18 @@ def check_hub_id(model: str) -> None:
         )
 
 
-def hub_info(repo: str, revision: str | None) -> Any:
-    """huggingface_hub's ModelInfo, its `sha` the commit that a revision names now. To be called in `hub_errors`."""
-    from huggingface_hub import HfApi
+def download(
+    repo: str, revision: str | None, folder: Path | None, note: Note, progress: Callable[[int, int], None] | None = None
+) -> Source:
+    """A Hub repository in the Hub cache, or in `folder`; every file has the size and hash that the Hub states.
 
-    info = HfApi().model_info(repo, revision=revision)
-    assert info.sha is not None and len(info.sha) == COMMIT_LENGTH, f"the Hub gave commit {info.sha!r}"
-    return info
-
-
-@contextmanager
-def hub_errors(repo: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into kvq's errors."""
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    try:
-        yield
-    except HFValidationError as error:
-        raise CheckpointError(f"{repo}: not a valid Hub id ({error}).") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise HubError(
-            f"{repo}: the Hub did not deliver ({first_line}). What has arrived is kept; run the same command again, or "
-            "download the folder by other means and give its path."
-        ) from None
-
-
-def _download(repo: str, revision: str | None) -> Source:
+    Raises CheckpointError for an invalid id, HubError if the Hub does not deliver or a file arrived damaged.
+    """
     from huggingface_hub import snapshot_download
 
+    where: dict[str, Any] = {} if folder is None else {"local_dir": folder}
     with hub_errors(repo):
-        commit = hub_info(repo, revision).sha
-        return Source(Path(snapshot_download(repo, revision=commit)), repo, commit)
+        info = hub_info(repo, revision, files=True)
+        arrived = Path(retried(lambda: snapshot_download(repo, revision=info.sha, **where), note, DOWNLOAD_ATTEMPTS))
+    check_arrival(repo, info.sha, arrived, info.siblings or (), progress)
+    return Source(arrived, repo, info.sha)

@@ -35,11 +35,14 @@ def quantize(
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard what an unfinished run left; begin anew.")
     ] = False,
+    events: Annotated[
+        Path | None, typer.Option(help="Append what happens to this file, as JSON lines; docs/events.md.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Quantize the routed experts to INT4 and keep everything else as it is."""
     from kvq.checkpoint.source import resolve_source
-    from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan, show_result
+    from kvq.console.transfer import TransferLines
 
     known = known_model(model)
     chosen = chosen_recipe(w, recipe, set_, known)
@@ -47,24 +50,31 @@ def quantize(
         folder = out or Path(f"{model.rsplit('/', 1)[-1]}-{chosen.name}")
         _dry_run_from_hub(known.hub if known else model, revision, chosen, folder, as_json)
         return
+    from kvq.publish.events import open_events, planned_event
+
     started = time.monotonic()
-    _check_before_download(chosen, calibration, out, device)
-    source = resolve_source(known.hub if known else model, revision)
-    folder = out or Path(f"{model if known else source.name}-{chosen.name}")
+    with open_events(None if dry_run else events, "quantize") as log:
+        _check_before_download(chosen, calibration, out, device)
+        log.emit("source_wanted", model=model, revision=revision)
+        lines = TransferLines(quiet=as_json)
+        source = resolve_source(known.hub if known else model, revision, lines.note, lines.checked)
+        folder = out or Path(f"{model if known else source.name}-{chosen.name}")
 
-    from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
+        from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan, show_result
+        from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
 
-    prepared = prepare(source, chosen, folder, device=device, target=target, calibration=calibration)
-    if not as_json:
-        show_plan(prepared.plan, folder, OUT if dry_run else ERR)
-    if dry_run:
-        if as_json:
-            print_json(plan_dict(prepared.plan, folder))
-        return
-    with StopRequest() as stop, RunProgress(quiet=as_json) as progress:
-        manifest = quantize_checkpoint(prepared, progress, restart=restart, stop=stop)
-    seconds = time.monotonic() - started
-    peak = peak_memory(prepared.device)
+        prepared = prepare(source, chosen, folder, device=device, target=target, calibration=calibration)
+        if not as_json:
+            show_plan(prepared.plan, folder, OUT if dry_run else ERR)
+        if dry_run:
+            if as_json:
+                print_json(plan_dict(prepared.plan, folder))
+            return
+        log.emit("planned", **planned_event(source, prepared.plan, folder))
+        with StopRequest() as stop, RunProgress(quiet=as_json) as progress:
+            manifest = quantize_checkpoint(prepared, log.beside(progress), restart=restart, stop=stop)
+        seconds, peak = time.monotonic() - started, peak_memory(prepared.device)
+        log.emit("run_finished", exit_code=0, out=str(folder), **peak, summary=manifest["summary"])
     if as_json:
         report = {key: value for key, value in manifest.items() if key not in ("tensors", "files", "modules")}
         print_json({"out": str(folder), "seconds": round(seconds, 3), **peak, **report})

@@ -11,12 +11,16 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    RevisionResolutionError,
+    XetDownloadError,
 )
 
+from kvq.checkpoint.hub import ATTEMPTS
 from kvq.checkpoint.source import Source, resolve_source
-from kvq.errors import CheckpointError, HubError
+from kvq.errors import CheckpointError, HubError, OutputError
 from kvq.recipes.models import known_models
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -31,12 +35,16 @@ class FakeHub:
         self.calls: list[tuple[str, str, str | None]] = []
         self.info_error: Exception | None = None
         self.download_error: Exception | None = None
+        self.commit: object = COMMIT
 
-    def model_info(self, repo: str, revision: str | None = None) -> SimpleNamespace:
+    def model_info(
+        self, repo: str, revision: str | None = None, timeout: float | None = None, files_metadata: bool = False
+    ) -> SimpleNamespace:
+        assert timeout is not None and files_metadata
         self.calls.append(("info", repo, revision))
         if self.info_error is not None:
             raise self.info_error
-        return SimpleNamespace(sha=COMMIT)
+        return SimpleNamespace(sha=self.commit, siblings=None)
 
     def snapshot_download(self, repo: str, revision: str | None = None) -> str:
         self.calls.append(("download", repo, revision))
@@ -50,6 +58,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     fake = FakeHub(tmp_path / "snapshot")
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: fake)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fake.snapshot_download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("kvq.checkpoint.hub.time", SimpleNamespace(sleep=lambda seconds: None))
     return fake
 
 
@@ -104,6 +114,13 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     "time out": lambda: httpx.ReadTimeout("timed out"),
     "disk full": lambda: OSError(28, "No space left on device"),
     "no words": lambda: httpx.ConnectError(""),
+    "revision": lambda: RevisionResolutionError("Cannot resolve revision 'main'"),
+    "xet": lambda: XetDownloadError("Xet storage gave nothing"),
+    "xet's own": lambda: RuntimeError("CAS service error"),
+    "xet login": lambda: PermissionError("token refresh failed"),
+    "no login": lambda: LocalTokenNotFoundError("Token is required"),
+    "no JSON": lambda: ValueError("Expecting value: line 1 column 1 (char 0)"),
+    "an answer without its parts": lambda: KeyError("sha"),
 }
 
 
@@ -122,3 +139,33 @@ def test_id_that_the_hub_calls_invalid(hub: FakeHub) -> None:
     hub.info_error = HFValidationError("Repo id must be ...")
     with pytest.raises(CheckpointError, match="owner/na me: not a valid Hub id"):
         resolve_source("owner/na me")
+
+
+@pytest.mark.parametrize("commit", [None, "", "main", 7])
+def test_a_hub_that_names_no_commit(hub: FakeHub, commit: object) -> None:
+    hub.commit = commit
+    with pytest.raises(HubError, match=r"owner/name: the Hub gave .* as the commit of main"):
+        resolve_source("owner/name")
+
+
+def test_a_local_disk_that_is_full_is_not_the_hubs_fault(hub: FakeHub) -> None:
+    hub.download_error = OSError(28, "No space left on device", "/cache/blob")
+    with pytest.raises(OutputError, match="the local disk failed"):
+        resolve_source("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [
+        (httpx.ReadTimeout("timed out"), ATTEMPTS),
+        (HfHubHTTPError("503", response=httpx.Response(503, request=RESPONSE.request)), ATTEMPTS),
+        (HfHubHTTPError("403", response=httpx.Response(403, request=RESPONSE.request)), 1),
+        (OfflineModeIsEnabled("offline"), 1),
+        (ValueError("no JSON"), 1),
+    ],
+)
+def test_what_may_pass_is_tried_again(hub: FakeHub, error: Exception, calls: int) -> None:
+    hub.info_error = error
+    with pytest.raises(HubError):
+        resolve_source("owner/name")
+    assert len(hub.calls) == calls
