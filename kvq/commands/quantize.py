@@ -10,6 +10,7 @@ from kvq.commands.options import Device, Json, chosen_recipe, known_model, print
 from kvq.stop import StopRequest
 
 if TYPE_CHECKING:
+    from kvq.calibration.rows import Place
     from kvq.recipes.schema import Recipe
 
 
@@ -21,7 +22,11 @@ def quantize(
     recipe: Annotated[str | None, typer.Option(help="Recipe by name or YAML file.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change one recipe field: key=value.")] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="JSON lines; without it the set that ships with kvq.")
+        str | None,
+        typer.Option(
+            help="JSON lines, Parquet, text, a folder of these, or hf://datasets/OWNER/NAME[:SPLIT]; "
+            "without it the set that ships with kvq."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder; by default named after model and recipe.")] = None,
     device: Device = "auto",
@@ -38,6 +43,7 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Quantize the routed experts to INT4 and keep everything else as it is."""
+    from kvq.calibration.rows import data_place
     from kvq.checkpoint.source import resolve_source
     from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan, show_result
 
@@ -48,13 +54,14 @@ def quantize(
         _dry_run_from_hub(known.hub if known else model, revision, chosen, folder, as_json)
         return
     started = time.monotonic()
-    _check_before_download(chosen, calibration, out, device)
+    data = data_place(calibration) if calibration is not None else None
+    _check_before_download(chosen, data, out, device)
     source = resolve_source(known.hub if known else model, revision)
     folder = out or Path(f"{model if known else source.name}-{chosen.name}")
 
     from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
 
-    prepared = prepare(source, chosen, folder, device=device, target=target, calibration=calibration)
+    prepared = prepare(source, chosen, folder, device=device, target=target, calibration=data)
     if not as_json:
         show_plan(prepared.plan, folder, OUT if dry_run else ERR)
     if dry_run:
@@ -89,14 +96,14 @@ def _dry_run_from_hub(repo: str, revision: str | None, recipe: "Recipe", out: Pa
         show_plan(plan, out, OUT)
 
 
-def _check_before_download(recipe: "Recipe", calibration: Path | None, out: Path | None, device: str) -> None:
+def _check_before_download(recipe: "Recipe", calibration: "Place | None", out: Path | None, device: str) -> None:
     """A Hub model may be 700 GB: what can be refused without it is refused first."""
-    from kvq.calibration.dataset import read_rows
+    from kvq.calibration.dataset import check_rows
     from kvq.calibration.forward import pick_device
     from kvq.checkpoint.writer import check_output
 
     pick_device(device)
     if recipe.needs_calibration:
-        read_rows(calibration)
+        check_rows(calibration)
     if out is not None:
         check_output(out, 0)
