@@ -113,7 +113,10 @@ def smoothing_error(down_OI: Tensor, hidden_TI: Tensor, factor_I: Tensor, group_
 
 
 def corrected(w_OI: Tensor, source_TI: Tensor, x_TI: Tensor, ridge: float) -> Tensor:
-    """Least squares over tokens for outputs w source on inputs x, held to w: sum |W x - w source|^2 + ridge |W - w|^2."""
+    """Least squares over tokens for the outputs w source on inputs x, held to w.
+
+    Least is sum |W x - w source|^2 + ridge |W - w|^2.
+    """
     identity_II = torch.eye(w_OI.shape[1], dtype=torch.float64)
     inputs = torch.cat([x_TI.double(), ridge**0.5 * identity_II])
     outputs = torch.cat([source_TI.double() @ w_OI.double().T, ridge**0.5 * w_OI.double().T])

@@ -28,7 +28,8 @@ DOORS = {
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
     "jinja2": ("calibration/dataset.py",),
-    "rich": ("console/screen.py", "console/run.py", "console/plan.py"),
+    "matplotlib": ("publish/coverage_plots.py",),
+    "rich": ("console/coverage.py", "console/screen.py", "console/run.py", "console/plan.py"),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
 }
 

@@ -70,13 +70,19 @@ def quantize(
         return
     with StopRequest() as stop, RunProgress(quiet=as_json) as progress:
         manifest = quantize_checkpoint(prepared, progress, restart=restart, stop=stop)
+    from kvq.publish.coverage import write_coverage
+
+    coverage = None if prepared.plan.pass_through else write_coverage(folder)
     seconds = time.monotonic() - started
     peak = peak_memory(prepared.device)
     if as_json:
         report = {key: value for key, value in manifest.items() if key not in ("tensors", "files", "modules")}
-        print_json({"out": str(folder), "seconds": round(seconds, 3), **peak, **report})
+        files = None if coverage is None else coverage.as_dict()
+        print_json({"out": str(folder), "seconds": round(seconds, 3), **peak, **report, "coverage": files})
     else:
         show_result(manifest, folder, seconds, peak)
+        if coverage is not None:
+            ERR.print(f"coverage: {coverage.path}; {coverage.note or ', '.join(coverage.plots)}")
         typer.echo(str(folder))
 
 

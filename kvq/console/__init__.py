@@ -1,5 +1,6 @@
 """What a person sees. Words on stderr, results on stdout; the only place that knows rich."""
 
+from kvq.console.coverage import show_coverage
 from kvq.console.plan import show_comparison, show_inspection, show_plan_report
 from kvq.console.run import (
     RunProgress,
@@ -14,6 +15,7 @@ from kvq.console.run import (
 from kvq.console.screen import ERR, OUT, clock, short_size, size
 
 __all__ = [
-    "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison", "show_distance",
-    "show_inspection", "show_models", "show_plan", "show_plan_report", "show_result", "show_verification", "size",
+    "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison", "show_coverage",
+    "show_distance", "show_inspection", "show_models", "show_plan", "show_plan_report", "show_result",
+    "show_verification", "size",
 ]  # fmt: skip

@@ -30,7 +30,6 @@ from tests.quantize.tiny_layer import (
     written_weight,
 )
 
-
 REFINED = recipe(refinement_passes=1)
 
 
