@@ -102,7 +102,7 @@ def smoothing_candidates(hidden_TI: Tensor, alphas: Sequence[float]) -> list[Ten
 def smoothing_error(down_OI: Tensor, hidden_TI: Tensor, factor_I: Tensor, group_size: int) -> float:
     """Mean square change of the output when down * factor is rounded and its input divided by the factor."""
     scaled_OI = down_OI.double() * factor_I
-    groups = scaled_OI.unflatten(1, (-1, group_size)).tolist()
+    groups = scaled_OI.reshape(len(scaled_OI), -1, group_size).tolist()
     scale_OG = torch.tensor([[minmax_scale(group) for group in row] for row in groups], dtype=torch.float64)
     rounded_OI = dequantize(rtn(scaled_OI, scale_OG), scale_OG)
     change_TO = (hidden_TI.double() / factor_I) @ rounded_OI.T - hidden_TI.double() @ down_OI.double().T
@@ -120,7 +120,8 @@ def corrected(w_OI: Tensor, source_TI: Tensor, x_TI: Tensor, ridge: float) -> Te
     identity_II = torch.eye(w_OI.shape[1], dtype=torch.float64)
     inputs = torch.cat([x_TI.double(), ridge**0.5 * identity_II])
     outputs = torch.cat([source_TI.double() @ w_OI.double().T, ridge**0.5 * w_OI.double().T])
-    return torch.linalg.lstsq(inputs, outputs).solution.T
+    solution_IO: Tensor = torch.linalg.lstsq(inputs, outputs).solution
+    return solution_IO.T
 
 
 # GPTQ.

@@ -7,17 +7,21 @@ import torch
 from torch import Tensor
 
 
-def gram(x_TI: Tensor) -> Tensor:
-    """Sum over tokens of x x^T in float32, [I, I]; zeros for no tokens.
+def cross_gram(left_TI: Tensor, right_TI: Tensor) -> Tensor:
+    """Sum over tokens of left right^T in float32, [I, I]; zeros for no tokens.
 
     BF16 products are exact in float32, so on GPUs the tensor cores accumulate BF16 inputs into float32 directly.
     """
-    if x_TI.shape[0] == 0:
-        return torch.zeros(x_TI.shape[1], x_TI.shape[1], dtype=torch.float32, device=x_TI.device)
-    if x_TI.is_cuda and x_TI.dtype == torch.bfloat16:
-        return torch.mm(x_TI.T, x_TI, out_dtype=torch.float32)
-    x = x_TI.float()
-    return x.T @ x
+    if left_TI.shape[0] == 0:
+        return torch.zeros(left_TI.shape[1], right_TI.shape[1], dtype=torch.float32, device=left_TI.device)
+    if left_TI.is_cuda and left_TI.dtype == right_TI.dtype == torch.bfloat16:
+        return torch.mm(left_TI.T, right_TI, out_dtype=torch.float32)
+    return left_TI.float().T @ right_TI.float()
+
+
+def gram(x_TI: Tensor) -> Tensor:
+    """Sum over tokens of x x^T in float32, [I, I]; zeros for no tokens."""
+    return cross_gram(x_TI, x_TI)
 
 
 def blend_hessian(own_sum_II: Tensor, num_tokens: int, layer_mean_II: Tensor, blend_tokens: float) -> Tensor:

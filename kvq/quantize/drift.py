@@ -29,5 +29,5 @@ def corrected_weight(
     dampened_EII = hessian_EII.clone()
     dampened_EII.diagonal(dim1=-2, dim2=-1).add_(ridge_E.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))
     # Positive definite by its making, so that the solution needs no check; both sides are transposed, H is symmetric.
-    shift_EIO, _ = torch.linalg.solve_ex(dampened_EII, torch.bmm(drift_EII.mT, weight_EOI.mT))
+    shift_EIO: Tensor = torch.linalg.solve_ex(dampened_EII, torch.bmm(drift_EII.mT, weight_EOI.mT)).result
     return weight_EOI + shift_EIO.mT

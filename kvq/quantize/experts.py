@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvq.calibration.experts import Routing, gated_activation
-from kvq.calibration.stats import gram
+from kvq.calibration.stats import cross_gram, gram
 from kvq.quantize.awq import search_smoothing
 from kvq.quantize.chunks import experts_per_chunk
 from kvq.quantize.drift import corrected_weight
@@ -123,7 +123,7 @@ class LayerSolver:
             self._down_sums[expert] = gram(hidden_TI)
             if self._corrects_drift:
                 drift_TI = gated_activation(self._tokens(expert), weight_EJH[index]) - hidden_TI
-                self._drift_sums[expert] = drift_TI.float().T @ hidden_TI.float()
+                self._drift_sums[expert] = cross_gram(drift_TI, hidden_TI)
 
     @property
     def _corrects_drift(self) -> bool:
@@ -137,9 +137,11 @@ class LayerSolver:
 
     def _smoothed(self, experts: range, weight_EJH: Tensor) -> Tensor:
         """Rows of up divided by the factors that down's columns will be multiplied by."""
-        own = [gram(gated_activation(self._tokens(e), weight_EJH[i])) / max(1, n) for i, (e, n) in enumerate(
-            zip(experts, self._counts(experts), strict=True)
-        )]  # fmt: skip
+        sums = [
+            gram(gated_activation(self._tokens(expert), weight_JH))
+            for expert, weight_JH in zip(experts, weight_EJH, strict=True)
+        ]
+        own = [total / max(1, count) for total, count in zip(sums, self._counts(experts), strict=True)]
         down_EHI = self.source.expert_down(self.layer, experts).float()
         factor_EI = search_smoothing(down_EHI, torch.stack(own), self.recipe.group_size)
         self._smoothing.update(zip(experts, factor_EI, strict=True))
@@ -194,6 +196,7 @@ class LayerSolver:
             output_errors = _row_energy(delta_EOC, batch.hessian_EII), _row_energy(batch.weight_EOI, batch.hessian_EII)
         for index, expert in enumerate(experts):
             tokens = None if self.capture is None else self.capture.routing.count(expert)
+            borrowed = None if tokens is None else borrowed_share(tokens, borrowed_tokens(self.recipe, down))
             for projection, part in rows.items():
                 name = self.module_name(expert, projection)
                 self._solved.tensors |= pack_module(name, solved.codes_EOI[index, part], solved.scale_EOG[index, part])
@@ -202,9 +205,7 @@ class LayerSolver:
                         name=name,
                         outcome=solved.outcomes[index],
                         num_tokens=tokens,
-                        blend_weight=None
-                        if tokens is None
-                        else borrowed_share(tokens, borrowed_tokens(self.recipe, down)),
+                        blend_weight=borrowed,
                         dampening_frac=None if batch.hessian_EII is None else solved.dampening[index],
                         relative_weight_error=_relative(weight_errors, index, part),
                         relative_output_error=None if output_errors is None else _relative(output_errors, index, part),
@@ -220,7 +221,7 @@ def solve_batch(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
     solved = SOLVERS[recipe.solver](given, recipe)
     if not shared:
         return solved
-    codes, scale = (value[0].unflatten(0, (count, rows)) for value in (solved.codes_EOI, solved.scale_EOG))
+    codes, scale = (value.reshape(count, rows, -1) for value in (solved.codes_EOI, solved.scale_EOG))
     return SolvedBatch(codes, scale, solved.outcomes * count, solved.dampening * count)
 
 
