@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder, Hub id (owner/name) or alias; `kvq models` lists the aliases.")],
     w: Annotated[
-        str | None, typer.Option("--w", help="Recipe of the library: int4, int4-g64, int4-g32, int4-rtn.")
+        str | None, typer.Option("--w", help="Recipe of the library: int4, int4-g64, int4-g32, int4-awq, int4-rtn.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe by name or YAML file.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change one recipe field: key=value.")] = None,
