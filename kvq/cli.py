@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvq import __version__
+from kvq.commands.coverage import coverage
 from kvq.commands.doctor import doctor
 from kvq.commands.download import download
 from kvq.commands.evaluate import evaluate
@@ -22,7 +23,10 @@ from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
-for command in (quantize, models, verify, evaluate, plan, inspect, serve_config, download, upload, doctor):
+COMMANDS = (
+    quantize, models, verify, evaluate, plan, inspect, coverage, serve_config, download, upload, doctor,
+)  # fmt: skip
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from kvq import __version__
 from kvq.calibration.activations import ActivationStore
-from kvq.calibration.dataset import TokenSet, load_packed, read_rows
+from kvq.calibration.dataset import TokenSet, check_rows, load_packed
 from kvq.calibration.experts import RoutingRecorder, sort_by_expert
 from kvq.calibration.forward import ModelRunner, check_complete, pick_device
+from kvq.calibration.rows import Place
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.desk import WritingDesk
 from kvq.checkpoint.index import MANIFEST_NAME
@@ -64,7 +65,7 @@ class Prepared:
     out: Path
     device: torch.device
     target: str
-    calibration: Path | None
+    calibration: Place | None
 
     @property
     def side_files(self) -> list[Path]:
@@ -78,7 +79,7 @@ def prepare(
     *,
     device: str = "auto",
     target: str = "sglang",
-    calibration: Path | None = None,
+    calibration: Place | None = None,
 ) -> Prepared:
     """Plan the run and check the place to write. Raises the error that the run would die of, before it starts."""
     chosen = pick_device(device)
@@ -116,7 +117,7 @@ def _check_writable_later(prepared: Prepared) -> None:
             f"{prepared.source.folder / 'config.json'}: holds a value that JSON in UTF-8 cannot ({error}). Mend it."
         ) from None
     if prepared.plan.recipe.needs_calibration and not prepared.plan.pass_through:
-        read_rows(prepared.calibration)
+        check_rows(prepared.calibration)
 
 
 def quantize_checkpoint(
@@ -166,7 +167,7 @@ def _fingerprint(prepared: Prepared, tokens: TokenSet | None) -> dict[str, objec
         "recipe": prepared.plan.recipe.sha256,
         "source": [prepared.source.name, prepared.source.revision],
         "source files": hashlib.sha256(described.encode()).hexdigest(),
-        "calibration data": None if tokens is None else [tokens.name.rsplit("/", 1)[-1], tokens.sha256],
+        "calibration data": None if tokens is None else [tokens.title, tokens.sha256],
         "device": prepared.device.type,
         "target": prepared.target,
     }

@@ -7,6 +7,7 @@ Shape suffixes: O = out_features, I = in_features, G = groups of columns, W = wo
 H = hidden size, J = 2 I (gate rows, then up rows), K = experts per token, E = experts, P, Q = tiles down and across.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,58 @@ def mse_scale(group: Sequence[float], importance: Sequence[float], factors: Sequ
     base = max(abs(w) for w in group) / 7.5
     scales = [bf16(base * factor) or 1.0 for factor in factors]
     return min(scales, key=lambda scale: group_error(group, importance, scale))
+
+
+# AWQ.
+
+
+def clip_scale(group_C: Tensor, moment_CD: Tensor, factors: Sequence[float]) -> float:
+    """The first of the shrunken min-max scales whose rounding changes the mean square of the group's output least."""
+    scales = [bf16(float(group_C.abs().max()) / 7.5 * factor) or 1.0 for factor in factors]
+    errors = []
+    for scale in scales:
+        delta_C = (group_C.double() / scale).round().clamp(CODE_MIN, CODE_MAX) * scale - group_C.double()
+        errors.append(float(delta_C @ moment_CD.double() @ delta_C))
+    return scales[errors.index(min(errors))]
+
+
+def smoothing_candidates(hidden_TI: Tensor, alphas: Sequence[float]) -> list[Tensor]:
+    """For each alpha the powers of two nearest to (size of a column / geometric mean of the sizes) ** alpha."""
+    size_I = hidden_TI.double().square().mean(dim=0).sqrt()
+    middle = float(torch.exp(size_I[size_I > 0].log().mean()))
+    candidates = []
+    for alpha in alphas:
+        factor_I = torch.ones_like(size_I)
+        for column, size in enumerate(size_I.tolist()):
+            if size > 0:
+                factor_I[column] = 2.0 ** round(math.log2((size / middle) ** alpha))
+        candidates.append(factor_I)
+    return candidates
+
+
+def smoothing_error(down_OI: Tensor, hidden_TI: Tensor, factor_I: Tensor, group_size: int) -> float:
+    """Mean square change of the output when down * factor is rounded and its input divided by the factor."""
+    scaled_OI = down_OI.double() * factor_I
+    groups = scaled_OI.reshape(len(scaled_OI), -1, group_size).tolist()
+    scale_OG = torch.tensor([[minmax_scale(group) for group in row] for row in groups], dtype=torch.float64)
+    rounded_OI = dequantize(rtn(scaled_OI, scale_OG), scale_OG)
+    change_TO = (hidden_TI.double() / factor_I) @ rounded_OI.T - hidden_TI.double() @ down_OI.double().T
+    return float(change_TO.square().sum(dim=1).mean())
+
+
+# Inputs that have drifted.
+
+
+def corrected(w_OI: Tensor, source_TI: Tensor, x_TI: Tensor, ridge: float) -> Tensor:
+    """Least squares over tokens for the outputs w source on inputs x, held to w.
+
+    Least is sum |W x - w source|^2 + ridge |W - w|^2.
+    """
+    identity_II = torch.eye(w_OI.shape[1], dtype=torch.float64)
+    inputs = torch.cat([x_TI.double(), ridge**0.5 * identity_II])
+    outputs = torch.cat([source_TI.double() @ w_OI.double().T, ridge**0.5 * w_OI.double().T])
+    solution_IO: Tensor = torch.linalg.lstsq(inputs, outputs).solution
+    return solution_IO.T
 
 
 # GPTQ.

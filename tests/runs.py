@@ -111,8 +111,9 @@ def rewrite_manifest(folder: Path, manifest: Json) -> None:
 
 
 def all_bytes(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder by its relative name."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file below a folder by its relative name, but for the reports, which come after the checkpoint."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in files.items() if not name.startswith("kvq-reports/")}
 
 
 def fresh_environment() -> dict[str, str]:

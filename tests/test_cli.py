@@ -30,6 +30,7 @@ def test_quantize_shows_a_plan_progress_and_a_result(shared: Shared, kvq_main: K
     ):  # fmt: skip
         assert words in said.err, words
     assert all_bytes(out) == all_bytes(shared.output("glm-5"))
+    assert (out / "kvq-reports" / "coverage.json").is_file() and "coverage: kvq-reports/coverage.json" in said.err
 
 
 def test_no_bar_and_no_colours_off_a_terminal(shared: Shared, kvq_main: Kvq, tmp_path: Path) -> None:

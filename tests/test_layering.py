@@ -33,14 +33,19 @@ DOORS = {
         "checkpoint/journal.py",
         "verify/base_logits.py",
     ),
-    "matplotlib": ("verify/plots.py",),
+    "matplotlib": ("verify/plots.py", "publish/coverage_plots.py"),
     "huggingface_hub": HUB,
-    "httpx": ("checkpoint/hub.py",),
+    "httpx": ("checkpoint/hub.py", "calibration/tables_door.py"),
+    "datasets": ("calibration/tables_door.py",),
+    "pyarrow": ("calibration/tables_door.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
     "triton": ("quantize/triton_kernels.py",),
     "jinja2": ("calibration/dataset.py",),
-    "rich": tuple(f"console/{name}.py" for name in ("screen", "run", "plan", "evaluation", "transfer", "doctor", "serving")),
+    "rich": tuple(
+        f"console/{name}.py"
+        for name in ("screen", "run", "plan", "coverage", "evaluation", "transfer", "doctor", "serving")
+    ),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
 }
 

@@ -1,82 +1,73 @@
 """Calibration and evaluation data: rows -> text by the model's own chat template -> token sequences.
 
-Rows are JSON lines with `text`, `messages` (with optional `tools`) or `input_ids`.
+`rows.py` says where rows come from.
 
 Shape suffixes: N = sequences, S = tokens per sequence.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq.calibration.rows import HUB_PREFIX, HubDataset, Place, iter_rows
 from kvq.calibration.transformers_door import load_tokenizer
 from kvq.errors import CalibrationError
 
 EMBEDDED = "embedded"
 MIN_TOKENS = 8
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSet:
-    """Sequences of one length. `sha256` identifies the tokens and their order, `num_asked` the sequences wanted."""
+    """Sequences of one length. `sha256` identifies the tokens and their order, `num_asked` the sequences wanted.
+
+    `rendered_sha256` is over what was tokenized: of each row used its rendered text in UTF-8 (the ids as JSON for a row
+    of ids), each followed by a zero byte. It does not depend on the tokenizer or on how the tokens were cut.
+    """
 
     tokens_NS: Tensor
     name: str
     num_rows: int
     num_asked: int
     sha256: str
+    rendered_sha256: str
+
+    @property
+    def title(self) -> str:
+        """The name without folders of this machine."""
+        return self.name if self.name.startswith(HUB_PREFIX) else self.name.rsplit("/", 1)[-1]
 
     @property
     def num_tokens(self) -> int:
         return self.tokens_NS.numel()
 
 
-def read_rows(file: Path | None) -> list[dict[str, Any]]:
-    """Rows of a JSONL file, or of the set that ships with kvq for None. Raises CalibrationError with the line."""
-    if file is None:
-        place: Any = resources.files("kvq.calibration") / "data" / "default.jsonl"
-    else:
-        place = file
-    try:
-        text = place.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(
-            f"{place}: cannot be read ({error}). Give a JSON-lines file in UTF-8 with `text` rows."
-        ) from None
-    # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for the end of a line.
-    rows = [_row(place, number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+def read_rows(place: Place | None) -> list[dict[str, Any]]:
+    """All rows, or those of the set that ships with kvq for None. Raises CalibrationError with the row's place."""
+    rows = [row.values for row in iter_rows(place)]
     if not rows:
-        raise CalibrationError(
-            f"{place}: holds no rows. Give a JSON-lines file with `text`, `messages` or `input_ids` rows."
-        )
+        raise _no_rows(place)
     return rows
 
 
-def _row(place: Any, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CalibrationError(f"{place}:{number}: not valid JSON ({error}).") from None
-    kinds = {"text": str, "messages": list, "input_ids": list}
-    if not isinstance(row, dict) or not any(isinstance(row.get(key), kind) for key, kind in kinds.items()):
-        raise CalibrationError(
-            f"{place}:{number}: a row needs `text` (string), `messages` (list) or `input_ids` (list)."
-        )
-    for message in row["messages"] if isinstance(row.get("messages"), list) else ():
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise CalibrationError(
-                f"{place}:{number}: each message needs a `role` of {', '.join(ROLES)}; chat templates leave out others "
-                f"without a word (found {str(message)[:80]})."
-            )
-    return row
+def check_rows(place: Place | None) -> None:
+    """Raise now what reading the data would raise later: every row of files, the first of a Hub dataset."""
+    if not isinstance(place, HubDataset):
+        read_rows(place)
+    elif next(iter_rows(place), None) is None:
+        raise _no_rows(place)
+
+
+def _no_rows(place: Place | None) -> CalibrationError:
+    return CalibrationError(
+        f"{place}: holds no rows. Give a JSON-lines file (or Parquet, text, a Hub dataset) with rows."
+    )
 
 
 class RowEncoder:
@@ -86,17 +77,29 @@ class RowEncoder:
         self._folder = folder
         self._vocab_size = vocab_size
         self._tokenizer: Any = None
+        self._rendered = hashlib.sha256()
 
     def encode(self, row: dict[str, Any], place: str) -> list[int]:
         """Raises CalibrationError if the row cannot be rendered or holds ids outside the vocabulary."""
-        ids = row["input_ids"] if isinstance(row.get("input_ids"), list) else self._ids(row, place)
+        given = row.get("input_ids")
+        ids = given if isinstance(given, list) else self._ids(row, place)
         bad = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < self._vocab_size]
         if bad:
             raise CalibrationError(
                 f"{place}: token id {str(bad[0])[:40]} is not a whole number below the model's vocabulary size "
                 f"{self._vocab_size}; was the data made with another tokenizer?"
             )
+        if ids is given:
+            self._note(json.dumps(ids, separators=(",", ":")))
         return list(ids)
+
+    @property
+    def rendered_sha256(self) -> str:
+        """Over all rows encoded so far."""
+        return self._rendered.hexdigest()
+
+    def _note(self, rendered: str) -> None:
+        self._rendered.update(rendered.encode() + b"\0")
 
     def _ids(self, row: dict[str, Any], place: str) -> list[int]:
         if self._tokenizer is None:
@@ -106,6 +109,7 @@ class RowEncoder:
             text = self._render(row, place)
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise CalibrationError(f"{place}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not text.")
+        self._note(text)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
@@ -121,42 +125,40 @@ class RowEncoder:
         return str(text)
 
 
-def _encode_all(rows: list[dict[str, Any]], folder: Path, vocab_size: int, place: str) -> Iterator[list[int]]:
-    encoder = RowEncoder(folder, vocab_size)
-    for number, row in enumerate(rows, start=1):
-        yield encoder.encode(row, f"{place}:{number}")
-
-
-def load_packed(folder: Path, vocab_size: int, file: Path | None, num_sequences: int, seq_length: int) -> TokenSet:
+def load_packed(folder: Path, vocab_size: int, place: Place | None, num_sequences: int, seq_length: int) -> TokenSet:
     """Rows joined one after the other and cut into sequences of `seq_length`: no padding, no token seen twice.
 
     Fewer sequences than asked are fine and visible in the result; less than one whole sequence gives one shorter
-    sequence. Raises CalibrationError below 8 tokens.
+    sequence. Rows after the last sequence are not read. Raises CalibrationError below 8 tokens.
     """
-    rows = read_rows(file)
-    name = EMBEDDED if file is None else str(file)
+    name = EMBEDDED if place is None else str(place)
+    encoder = RowEncoder(folder, vocab_size)
     stream: list[int] = []
     used = 0
-    for ids in _encode_all(rows, folder, vocab_size, name):
+    for row in iter_rows(place):
+        stream += encoder.encode(row.values, row.place)
+        used += 1
         if len(stream) >= num_sequences * seq_length:
             break
-        stream += ids
-        used += 1
+    if not used:
+        raise _no_rows(place)
     if len(stream) < MIN_TOKENS:
         raise CalibrationError(f"{name}: gives {len(stream)} tokens, too few to calibrate on. Give more rows.")
     length = min(seq_length, len(stream))
     count = min(num_sequences, len(stream) // length)
     tokens_NS = torch.tensor(stream[: count * length], dtype=torch.int64).reshape(count, length)
-    return TokenSet(tokens_NS, name, used, num_sequences, _digest([tokens_NS]))
+    return TokenSet(tokens_NS, name, used, num_sequences, _digest([tokens_NS]), encoder.rendered_sha256)
 
 
-def load_documents(folder: Path, vocab_size: int, file: Path, max_rows: int | None, seq_length: int) -> list[Tensor]:
+def load_documents(folder: Path, vocab_size: int, place: Place, max_rows: int | None, seq_length: int) -> list[Tensor]:
     """Each row a sequence of its own, cut at `seq_length` (for evaluation); rows below two tokens are left out."""
-    rows = read_rows(file)[:max_rows]
-    sequences = [ids[:seq_length] for ids in _encode_all(rows, folder, vocab_size, str(file))]
+    encoder = RowEncoder(folder, vocab_size)
+    sequences = [encoder.encode(row.values, row.place)[:seq_length] for row in islice(iter_rows(place), max_rows)]
     kept = [torch.tensor(ids, dtype=torch.int64) for ids in sequences if len(ids) > 1]
+    if not sequences:
+        raise _no_rows(place)
     if not kept:
-        raise CalibrationError(f"{file}: no row gives two tokens or more.")
+        raise CalibrationError(f"{place}: no row gives two tokens or more.")
     return kept
 
 

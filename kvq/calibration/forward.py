@@ -15,22 +15,12 @@ from torch.nn import functional as F
 from kvq.calibration import transformers_door
 from kvq.calibration.activations import ActivationStore, page_locked
 from kvq.calibration.batches import BATCH_TOKENS
+from kvq.calibration.sparse_attention import fit_indexer
 from kvq.checkpoint.architecture import ModelFacts, model_facts
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.formats import detect_format
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.errors import CalibrationError, CheckpointError, RecipeError
-
-
-class SelectAll(nn.Module):
-    """Stands in for a sparse-attention indexer when the sequence has no more positions than it selects.
-
-    The result is the same, and the scores ([S, heads, S] with a copy of the keys for every position) are never made.
-    """
-
-    def forward(self, hidden_BSH: Tensor, *_: object, **__: object) -> Tensor:
-        size, length = hidden_BSH.shape[:2]
-        return torch.arange(length, dtype=torch.int32, device=hidden_BSH.device).expand(size, length, length)
 
 
 def pick_device(name: str) -> torch.device:
@@ -175,12 +165,8 @@ class ModelRunner:
         """
         length = store.hidden_NSH.shape[1]
         position_ids = torch.arange(length, device=self.device).unsqueeze(0)
-        if (
-            self.facts.arch.attention == "dsa"
-            and length <= self.config.index_topk
-            and module.self_attn.indexer is not None
-        ):
-            module.self_attn.indexer = SelectAll()
+        if self.facts.arch.attention == "dsa":
+            fit_indexer(module.self_attn, length)
         with torch.no_grad():
             rotary = self.rotary(torch.empty(1, dtype=self.dtype, device=self.device), position_ids)
             for batch in store.batches():

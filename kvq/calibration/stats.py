@@ -9,17 +9,23 @@ from torch import Tensor
 GRAM_STRIPS = 4
 
 
-def gram(x_TI: Tensor) -> Tensor:
-    """Sum over tokens of x x^T in float32, [I, I]; zeros for no tokens.
+def cross_gram(left_TI: Tensor, right_TI: Tensor) -> Tensor:
+    """Sum over tokens of left right^T in float32, [I, I]; zeros for no tokens.
 
     BF16 products are exact in float32, so on GPUs the tensor cores accumulate BF16 inputs into float32 directly.
     """
-    if x_TI.shape[0] == 0:
-        return torch.zeros(x_TI.shape[1], x_TI.shape[1], dtype=torch.float32, device=x_TI.device)
-    if x_TI.is_cuda and x_TI.dtype == torch.bfloat16:
+    if left_TI.shape[0] == 0:
+        return torch.zeros(left_TI.shape[1], right_TI.shape[1], dtype=torch.float32, device=left_TI.device)
+    if left_TI.is_cuda and left_TI.dtype == right_TI.dtype == torch.bfloat16:
+        return torch.mm(left_TI.T, right_TI, out_dtype=torch.float32)
+    return left_TI.float().T @ right_TI.float()
+
+
+def gram(x_TI: Tensor) -> Tensor:
+    """Sum over tokens of x x^T in float32, [I, I]; zeros for no tokens."""
+    if x_TI.is_cuda and x_TI.shape[0]:
         return _lower_half_mirrored(x_TI)
-    x = x_TI.float()
-    return x.T @ x
+    return cross_gram(x_TI, x_TI)
 
 
 def _lower_half_mirrored(x_TI: Tensor) -> Tensor:
@@ -29,7 +35,7 @@ def _lower_half_mirrored(x_TI: Tensor) -> Tensor:
     sum_II = torch.empty(columns, columns, dtype=torch.float32, device=x_TI.device)
     for start in range(0, columns, width):
         strip = slice(start, min(start + width, columns))
-        sum_II[start:, strip] = torch.mm(x_TI[:, start:].T, x_TI[:, strip], out_dtype=torch.float32)
+        sum_II[start:, strip] = cross_gram(x_TI[:, start:], x_TI[:, strip])
     return sum_II.tril_().add_(sum_II.tril(-1).T)
 
 

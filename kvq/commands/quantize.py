@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -10,18 +10,24 @@ from kvq.commands.options import Device, Json, chosen_recipe, known_model, print
 from kvq.stop import StopRequest
 
 if TYPE_CHECKING:
+    from kvq.calibration.rows import Place
+    from kvq.publish.coverage import Coverage
     from kvq.recipes.schema import Recipe
 
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder, Hub id (owner/name) or alias; `kvq models` lists the aliases.")],
     w: Annotated[
-        str | None, typer.Option("--w", help="Recipe of the library: int4, int4-g64, int4-g32, int4-rtn.")
+        str | None, typer.Option("--w", help="Recipe of the library: int4, int4-g64, int4-g32, int4-awq, int4-rtn.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe by name or YAML file.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Change one recipe field: key=value.")] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="JSON lines; without it the set that ships with kvq.")
+        str | None,
+        typer.Option(
+            help="JSON lines, Parquet, text, a folder of these, or hf://datasets/OWNER/NAME[:SPLIT]; "
+            "without it the set that ships with kvq."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder; by default named after model and recipe.")] = None,
     device: Device = "auto",
@@ -41,6 +47,7 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Quantize the routed experts to INT4 and keep everything else as it is."""
+    from kvq.calibration.rows import data_place
     from kvq.checkpoint.source import resolve_source
     from kvq.console.transfer import TransferLines
 
@@ -54,16 +61,17 @@ def quantize(
 
     started = time.monotonic()
     with open_events(None if dry_run else events, "quantize") as log:
-        _check_before_download(chosen, calibration, out, device)
+        data = data_place(calibration) if calibration is not None else None
+        _check_before_download(chosen, data, out, device)
         log.emit("source_wanted", model=model, revision=revision)
         lines = TransferLines(quiet=as_json)
         source = resolve_source(known.hub if known else model, revision, lines.note, lines.checked)
         folder = out or Path(f"{model if known else source.name}-{chosen.name}")
 
-        from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan, show_result
+        from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan
         from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
 
-        prepared = prepare(source, chosen, folder, device=device, target=target, calibration=calibration)
+        prepared = prepare(source, chosen, folder, device=device, target=target, calibration=data)
         if not as_json:
             show_plan(prepared.plan, folder, OUT if dry_run else ERR)
         if dry_run:
@@ -73,13 +81,28 @@ def quantize(
         log.emit("planned", **planned_event(source, prepared.plan, folder))
         with StopRequest() as stop, RunProgress(quiet=as_json) as progress:
             manifest = quantize_checkpoint(prepared, log.beside(progress), restart=restart, stop=stop)
+        from kvq.publish.coverage import write_coverage
+
+        coverage = None if prepared.plan.pass_through else write_coverage(folder)
         seconds, peak = time.monotonic() - started, peak_memory(prepared.device)
         log.emit("run_finished", exit_code=0, out=str(folder), **peak, summary=manifest["summary"])
+    _show(manifest, folder, seconds, peak, coverage, as_json)
+
+
+def _show(
+    manifest: dict[str, Any], folder: Path, seconds: float, peak: dict[str, int | None],
+    coverage: "Coverage | None", as_json: bool,
+) -> None:  # fmt: skip
+    from kvq.console import ERR, show_result
+
     if as_json:
         report = {key: value for key, value in manifest.items() if key not in ("tensors", "files", "modules")}
-        print_json({"out": str(folder), "seconds": round(seconds, 3), **peak, **report})
+        files = None if coverage is None else coverage.as_dict()
+        print_json({"out": str(folder), "seconds": round(seconds, 3), **peak, **report, "coverage": files})
     else:
         show_result(manifest, folder, seconds, peak)
+        if coverage is not None:
+            ERR.print(f"coverage: {coverage.path}; {coverage.note or ', '.join(coverage.plots)}")
         typer.echo(str(folder))
 
 
@@ -99,14 +122,14 @@ def _dry_run_from_hub(repo: str, revision: str | None, recipe: "Recipe", out: Pa
         show_plan(plan, out, OUT)
 
 
-def _check_before_download(recipe: "Recipe", calibration: Path | None, out: Path | None, device: str) -> None:
+def _check_before_download(recipe: "Recipe", calibration: "Place | None", out: Path | None, device: str) -> None:
     """A Hub model may be 700 GB: what can be refused without it is refused first."""
-    from kvq.calibration.dataset import read_rows
+    from kvq.calibration.dataset import check_rows
     from kvq.calibration.forward import pick_device
     from kvq.checkpoint.writer import check_output
 
     pick_device(device)
     if recipe.needs_calibration:
-        read_rows(calibration)
+        check_rows(calibration)
     if out is not None:
         check_output(out, 0)

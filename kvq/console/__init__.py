@@ -1,5 +1,6 @@
 """What a person sees. Words on stderr, results on stdout; the only place that knows rich."""
 
+from kvq.console.coverage import show_coverage
 from kvq.console.evaluation import show_evaluation, show_gates
 from kvq.console.plan import show_comparison, show_inspection, show_plan_report
 from kvq.console.run import (
@@ -15,7 +16,7 @@ from kvq.console.screen import ERR, OUT, clock, short_size, size
 from kvq.console.serving import show_serving
 
 __all__ = [
-    "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison",
+    "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison", "show_coverage",
     "show_evaluation", "show_gates", "show_inspection", "show_models", "show_plan", "show_plan_report", "show_result",
     "show_serving",
     "show_verification", "size",

@@ -107,7 +107,8 @@ def _calibration(tokens: TokenSet | None) -> dict[str, Any] | None:
         return None
     count, length = tokens.tokens_NS.shape
     return {
-        "name": printable(tokens.name.rsplit("/", 1)[-1]), "sha256": tokens.sha256, "num_sequences": count,
+        "name": printable(tokens.title), "sha256": tokens.sha256, "rendered_sha256": tokens.rendered_sha256,
+        "num_sequences": count,
         "num_sequences_asked": tokens.num_asked,
         "sequence_length": length, "num_tokens": tokens.num_tokens, "num_rows": tokens.num_rows,
     }  # fmt: skip

@@ -55,7 +55,7 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
         return terms
     tokens, experts, inner = calibration_tokens(plan), facts.num_experts, facts.moe_intermediate_size
     inputs = tokens * hidden * width
-    downs = 2 * experts * inner * inner * FLOAT_BYTES
+    downs = (3 if recipe.drift_correction else 2) * experts * inner * inner * FLOAT_BYTES
     return [
         *terms,
         MemoryTerm("always", "hidden states of all tokens", "host", inputs),
@@ -64,7 +64,7 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
         MemoryTerm("forward", "attention of a batch", "device", _attention_bytes(plan, device)),
         MemoryTerm("solving", "output of the experts, float32", "device", tokens * hidden * FLOAT_BYTES),
         MemoryTerm("solving", "quantized gate and up of all experts", "device", experts * rows * hidden * width),
-        MemoryTerm("solving", "down Hessians, and once more while summed", "device", downs),
+        MemoryTerm("solving", "down Hessians, once more while summed, and drift", "device", downs),
     ]
 
 

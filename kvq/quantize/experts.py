@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvq.calibration.experts import Routing, gated_activation
-from kvq.calibration.stats import blend_hessian, blend_weight, gram
+from kvq.calibration.stats import cross_gram, gram
+from kvq.quantize.awq import search_smoothing
+from kvq.quantize.drift import corrected_weight
+from kvq.quantize.moments import borrowed_share, borrowed_tokens, expert_moments
 from kvq.quantize.pack import pack_batch
 from kvq.quantize.qparams import from_codes
 from kvq.quantize.solvers import SOLVERS
@@ -70,6 +73,8 @@ class LayerSolver:
     _solved: SolvedLayer = field(default_factory=SolvedLayer)
     _gate_up: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     _down_sums: dict[int, Tensor] = field(default_factory=dict)
+    _drift_sums: dict[int, Tensor] = field(default_factory=dict)
+    _smoothing: dict[int, Tensor] = field(default_factory=dict)
 
     def solve(self) -> SolvedLayer:
         chunks = self.chunks
@@ -98,31 +103,56 @@ class LayerSolver:
         assert self.capture is not None
         return self.capture.x_TH[self.capture.routing.token_R[self.capture.routing.rows(expert)]]
 
-    def _hessians(self, experts: range, own_sum: Callable[[int], Tensor], mean_CC: Tensor | None) -> Tensor | None:
-        if self.capture is None or mean_CC is None:
-            return None
-        routing, blend = self.capture.routing, self.recipe.hessian_blend_tokens
-        return torch.stack([blend_hessian(own_sum(e), routing.count(e), mean_CC, blend) for e in experts])
+    def _counts(self, experts: range) -> list[int]:
+        assert self.capture is not None
+        return [self.capture.routing.count(expert) for expert in experts]
 
     def _solve_gate_up(self, experts: range, layer_mean_HH: Tensor | None) -> None:
         weight_EJH = self.source.expert_gate_up(self.layer, experts)
-        hessian = self._hessians(experts, lambda e: gram(self._tokens(e)), layer_mean_HH)
-        batch = SolverBatch(weight_EJH.float(), hessian)
-        solved = SOLVERS[self.recipe.solver](batch, self.recipe)
         half = weight_EJH.shape[1] // 2
+        if self.recipe.solver == "awq" and self.capture is not None:
+            weight_EJH = self._smoothed(experts, weight_EJH)
+        moments = None
+        if layer_mean_HH is not None:
+            sums = (gram(self._tokens(expert)) for expert in experts)
+            moments = expert_moments(sums, self._counts(experts), layer_mean_HH, borrowed_tokens(self.recipe, False))
+        batch = SolverBatch(weight_EJH.float(), moments)
+        solved = solve_batch(batch, self.recipe)
         self._record(experts, batch, solved, {"gate_proj": slice(0, half), "up_proj": slice(half, None)})
         if self.capture is None:
             return
         for index, expert in enumerate(experts):
             self._gate_up[expert] = self._used(weight_EJH, solved, index)
-            self._down_sums[expert] = gram(gated_activation(self._tokens(expert), self._gate_up[expert]()))
+            tokens_TH = self._tokens(expert)
+            hidden_TI = gated_activation(tokens_TH, self._gate_up[expert]())
+            self._down_sums[expert] = gram(hidden_TI)
+            if self._corrects_drift:
+                drift_TI = gated_activation(tokens_TH, weight_EJH[index]) - hidden_TI
+                self._drift_sums[expert] = cross_gram(drift_TI, hidden_TI)
+
+    @property
+    def _corrects_drift(self) -> bool:
+        return self.capture is not None and self.recipe.drift_correction and self.recipe.propagate_error
 
     def _used(self, weight_EOC: Tensor, solved: SolvedBatch, index: int) -> Callable[[], Tensor]:
-        """Gives the weights that the next module's input is computed with; codes take half the memory of weights."""
+        """Gives the weights that later statistics see: as written, kept as codes, or the source's."""
         if not self.recipe.propagate_error:
             return lambda: weight_EOC[index]
         codes_OC, scale_OG, dtype = solved.codes_EOI[index], solved.scale_EOG[index], weight_EOC.dtype
         return lambda: from_codes(codes_OC, scale_OG).to(dtype)
+
+    def _smoothed(self, experts: range, weight_EJH: Tensor) -> Tensor:
+        """Rows of up divided by the factors that down's columns will be multiplied by."""
+        sums = [
+            gram(gated_activation(self._tokens(expert), weight_JH))
+            for expert, weight_JH in zip(experts, weight_EJH, strict=True)
+        ]
+        own = [total / max(1, count) for total, count in zip(sums, self._counts(experts), strict=True)]
+        down_EHI = self.source.expert_down(self.layer, experts).float()
+        factor_EI = search_smoothing(down_EHI, torch.stack(own), self.recipe.group_size)
+        self._smoothing.update(zip(experts, factor_EI, strict=True))
+        gate_EIH, up_EIH = weight_EJH.chunk(2, dim=1)
+        return torch.cat([gate_EIH, up_EIH / factor_EI.to(up_EIH.dtype).unsqueeze(-1)], dim=1)
 
     def _pooled_down(self) -> Tensor | None:
         """Mean second moment of down's inputs over all experts' tokens."""
@@ -133,9 +163,21 @@ class LayerSolver:
 
     def _solve_down(self, experts: range, down_mean_II: Tensor | None) -> None:
         weight_EHI = self.source.expert_down(self.layer, experts)
-        batch = SolverBatch(weight_EHI.float(), self._hessians(experts, self._down_sums.__getitem__, down_mean_II))
-        solved = SOLVERS[self.recipe.solver](batch, self.recipe)
-        self._record(experts, batch, solved, {"down_proj": slice(None)})
+        if self._smoothing:
+            factor_EI = torch.stack([self._smoothing.pop(expert) for expert in experts])
+            weight_EHI = weight_EHI * factor_EI.to(weight_EHI.dtype).unsqueeze(1)
+        batch = original = SolverBatch(weight_EHI.float(), None)
+        if down_mean_II is not None:
+            borrowed, counts = borrowed_tokens(self.recipe, True), self._counts(experts)
+            sums = [self._down_sums[expert] for expert in experts]
+            moments = expert_moments(sums, counts, down_mean_II, borrowed)
+            batch = original = SolverBatch(original.weight_EOI, moments)
+            if self._corrects_drift:
+                shares = [self._drift_sums[e] / max(1.0, n + borrowed) for e, n in zip(experts, counts, strict=True)]
+                corrected = corrected_weight(batch.weight_EOI, torch.stack(shares), moments, counts, self.recipe)
+                batch = SolverBatch(corrected, moments)
+        solved = solve_batch(batch, self.recipe)
+        self._record(experts, original, solved, {"down_proj": slice(None)})
         if self.capture is None:
             return
         for index, expert in enumerate(experts):
@@ -155,12 +197,13 @@ class LayerSolver:
         """Pack each projection and note its errors."""
         delta_EOC = from_codes(solved.codes_EOI, solved.scale_EOG) - batch.weight_EOI
         weight_errors = _row_energy(delta_EOC, None), _row_energy(batch.weight_EOI, None)
-        output_errors = None
+        output_errors, down = None, "down_proj" in rows
         if batch.hessian_EII is not None:
             output_errors = _row_energy(delta_EOC, batch.hessian_EII), _row_energy(batch.weight_EOI, batch.hessian_EII)
         packed = pack_batch(solved.codes_EOI, solved.scale_EOG)
         for index, expert in enumerate(experts):
             tokens = None if self.capture is None else self.capture.routing.count(expert)
+            borrowed = None if tokens is None else borrowed_share(tokens, borrowed_tokens(self.recipe, down))
             for projection, part in rows.items():
                 name = self.module_name(expert, projection)
                 self._solved.tensors |= packed.module(name, index, part)
@@ -169,7 +212,7 @@ class LayerSolver:
                         name=name,
                         outcome=solved.outcomes[index],
                         num_tokens=tokens,
-                        blend_weight=None if tokens is None else blend_weight(tokens, self.recipe.hessian_blend_tokens),
+                        blend_weight=borrowed,
                         dampening_frac=None if batch.hessian_EII is None else solved.dampening[index],
                         relative_weight_error=_relative(weight_errors, index, part),
                         relative_output_error=None if output_errors is None else _relative(output_errors, index, part),
@@ -177,17 +220,32 @@ class LayerSolver:
                 )
 
 
+def solve_batch(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
+    """By the recipe's solver. Matrices that share one Hessian are solved as one tall matrix: it is factorized once."""
+    count, rows = batch.weight_EOI.shape[:2]
+    shared = batch.hessian_EII is not None and batch.hessian_EII.shape[0] < count
+    given = SolverBatch(batch.weight_EOI.flatten(0, 1).unsqueeze(0), batch.hessian_EII) if shared else batch
+    solved = SOLVERS[recipe.solver](given, recipe)
+    if not shared:
+        return solved
+    codes, scale = (value.reshape(count, rows, -1) for value in (solved.codes_EOI, solved.scale_EOG))
+    return SolvedBatch(codes, scale, solved.outcomes * count, solved.dampening * count)
+
+
 def _row_energy(matrix_EOC: Tensor, moment_ECC: Tensor | None) -> Tensor:
     """Per row, its square under the second moment of the input (or the plain square): [E, O] on the host.
+
+    All matrices may share one moment.
 
     On a GPU the product is in BF16: a report needs no more digits, and float32 would cost as much as solving.
     """
     if moment_ECC is None:
         other = matrix_EOC
     elif matrix_EOC.is_cuda:
-        other = torch.bmm(matrix_EOC.bfloat16(), moment_ECC.bfloat16(), out_dtype=torch.float32)
+        moments = moment_ECC.bfloat16().expand(matrix_EOC.shape[0], -1, -1)
+        other = torch.bmm(matrix_EOC.bfloat16(), moments, out_dtype=torch.float32)
     else:
-        other = torch.bmm(matrix_EOC, moment_ECC)
+        other = torch.matmul(matrix_EOC, moment_ECC)
     return (matrix_EOC * other).sum(dim=-1).cpu()
 
 

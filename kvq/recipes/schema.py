@@ -37,8 +37,9 @@ class Recipe(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Equals the file name in the library; goes into the output's name, the manifest and the card."""
-    solver: Literal["gptq", "rtn"] = "gptq"
-    """gptq corrects each column's rounding error in the columns after it; rtn rounds to nearest and needs no data."""
+    solver: Literal["gptq", "awq", "rtn"] = "gptq"
+    """gptq corrects each column's rounding error in the columns after it; awq rescales between up and down of each
+    expert, clips and rounds; rtn rounds to nearest and needs no data."""
     num_bits: Literal[4] = 4
     """Bits per weight of the routed experts."""
     group_size: Literal[32, 64, 128] = 128
@@ -57,8 +58,15 @@ class Recipe(BaseModel):
     """How often the dampening is multiplied by ten when a Hessian is not positive definite, before round-to-nearest."""
     refinement_passes: int = Field(default=2, ge=0, le=16)
     """How often scales are refitted and codes reconsidered after the sweep, under the same Hessian."""
+    hessian: Literal["blend", "routed", "layer"] = "blend"
+    """Second moments of an expert's inputs: of its own tokens with some of the layer's, of its own tokens alone, or
+    one for the layer (for gate and up; down as with blend)."""
     hessian_blend_tokens: float = Field(default=256, ge=0)
     """Weight of the layer-wide Hessian in an expert's own: b / (b + tokens of the expert)."""
+    drift_correction: bool = True
+    """down is solved for the outputs that it gave on what the source's gate and up make of the same tokens."""
+    drift_dampening_tokens: float = Field(default=500, ge=0)
+    """How little the correction believes an expert with few tokens: d / tokens is added to dampening_frac in it."""
     propagate_error: bool = True
     """Later layers are calibrated on what the quantized earlier layers give out."""
     max_fallback_frac: float = Field(default=0.01, ge=0, le=1)
@@ -76,7 +84,7 @@ class Recipe(BaseModel):
 
     @property
     def needs_calibration(self) -> bool:
-        return self.solver == "gptq"
+        return self.solver != "rtn"
 
     @property
     def sha256(self) -> str:

@@ -12,6 +12,7 @@ from kvq.checkpoint.formats import SourceFormat, detect_format
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.errors import CheckpointError
 from kvq.verify.report import Check
+from kvq.verify.smoothing import rescaled_original
 
 # INT4 gave 0.09 to 0.16 on the test checkpoints; two unrelated matrices of one norm are sqrt(2) apart.
 MAX_RELATIVE_WEIGHT_ERROR = 0.35
@@ -29,12 +30,13 @@ def check_against_source(
     packed, kept = Check("packed weights"), Check("kept tensors")
     errors: list[tuple[str, float]] = []
     pass_through = bool((manifest or {}).get("pass_through"))
+    smoothed = ((manifest or {}).get("recipe") or {}).get("solver") == "awq"
     names = sorted(ours.index.tensors)
     for number, name in enumerate(names, start=1):
         progress(number, len(names))
         module = name.rsplit(".", 1)[0]
         if name.endswith(".weight_packed") and not pass_through:
-            error = _weight_error(packed, (ours, our_format), (theirs, their_format), module)
+            error = _weight_error(packed, (ours, our_format), (theirs, their_format), module, smoothed)
             if error is not None:
                 errors.append((module, error))
                 _expect_error(packed, module, error, recorded)
@@ -56,8 +58,12 @@ def _weight_error(
     ours: tuple[CheckpointReader, SourceFormat],
     theirs: tuple[CheckpointReader, SourceFormat],
     module: str,
+    smoothed: bool,
 ) -> float | None:
-    """Relative distance of the weights; None (and a problem) when one of them cannot be read."""
+    """Relative distance of the weights; None (and a problem) when one of them cannot be read.
+
+    `smoothed`: AWQ has scaled up and down of each expert against each other.
+    """
     try:
         written, original = load_weight(*ours, module), load_weight(*theirs, module)
     except CheckpointError as error:
@@ -66,6 +72,10 @@ def _weight_error(
     if written.shape != original.shape:
         check.expect(False, f"{module} is {list(written.shape)}, in the source {list(original.shape)}")
         return None
+    if smoothed:
+        rescaled = rescaled_original(lambda name: (load_weight(*ours, name), load_weight(*theirs, name)), module)
+        check.expect(rescaled is not None, f"{module}: up and down of this expert were scaled apart")
+        original = original if rescaled is None else rescaled
     return relative_error(written, original)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.calibration.forward import SelectAll, pick_device
+from kvq.calibration.forward import pick_device
+from kvq.calibration.sparse_attention import SelectAll
 from kvq.errors import CalibrationError, CheckpointError, RecipeError
 from tests.calibration.models import (
     as_deepseek,
@@ -82,7 +83,7 @@ def test_select_all_equals_the_indexer_for_short_sequences(tmp_path: Path, lengt
     hidden_NSH = runner.embed(random_tokens(3, length)).hidden_NSH
     module = layer_with_experts(runner, 1)
     outputs = []
-    for indexer in (module.self_attn.indexer, SelectAll()):
+    for indexer in (module.self_attn.indexer, SelectAll(module.self_attn.indexer)):
         module.self_attn.indexer = indexer
         with torch.no_grad():
             output_NSH, topk_NSK = module(

@@ -23,7 +23,7 @@ def recipe(**changes: Any) -> Recipe:
         "dampening_steps": 3,
         "scale_search": "mse",
     }
-    numerics |= {"refinement_passes": 0, "hessian_blend_tokens": 64}
+    numerics |= {"refinement_passes": 0, "hessian_blend_tokens": 64, "drift_correction": False}
     return Recipe.model_validate({"name": "test", **numerics, **changes})
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvq.quantize.chunks import CHUNK_BYTES
 from kvq.quantize.experts import SolvedLayer
-from kvq.quantize.types import ModuleResult
+from kvq.quantize.gptq import solve_gptq
+from kvq.quantize.types import ModuleResult, SolverBatch
 from tests import reference
 from tests.quantize.problems import recipe
 from tests.quantize.tiny_layer import (
@@ -28,6 +29,8 @@ from tests.quantize.tiny_layer import (
     written_gate_up,
     written_weight,
 )
+
+REFINED = recipe(refinement_passes=1)
 
 
 @pytest.fixture
@@ -76,6 +79,37 @@ def test_down_s_hessian_comes_from_what_gate_and_up_give(
     inputs = [reference.gated_activation(layer.tokens(e), used_EJH[e]) for e in range(NUM_EXPERTS)]
     routed_II = reference.moment_sum(torch.cat(inputs)) / layer.expert_TK.numel()
     close(spy.hessians(HIDDEN), expected_moments(inputs, routed_II, blend_tokens), rtol=1e-4)
+
+
+def test_routed_hessians_are_of_own_tokens_alone(layer: TinyLayer, spy: SpySolver) -> None:
+    """But for the expert without any, which takes the layer's."""
+    solved = layer.solve(recipe(hessian="routed", hessian_blend_tokens=64))
+    mean_HH = reference.moment_sum(layer.x_TH) / layer.x_TH.shape[0]
+    close(spy.hessians(2 * INTER), expected_moments([layer.tokens(e) for e in range(NUM_EXPERTS)], mean_HH, 0))
+    used_EJH = written_gate_up(solved.tensors)
+    inputs = [reference.gated_activation(layer.tokens(e), used_EJH[e]) for e in range(NUM_EXPERTS)]
+    routed_II = reference.moment_sum(torch.cat(inputs)) / layer.expert_TK.numel()
+    close(spy.hessians(HIDDEN), expected_moments(inputs, routed_II, 0), rtol=1e-4)
+    assert {r.blend_weight for name, r in results(solved).items() if not name.startswith(f"e{NOBODY}.")} == {0.0}
+    assert {r.blend_weight for name, r in results(solved).items() if name.startswith(f"e{NOBODY}.")} == {1.0}
+
+
+def test_layer_hessian_is_one_matrix_for_gate_and_up_of_all_experts(layer: TinyLayer, spy: SpySolver) -> None:
+    solved = layer.solve(recipe(hessian="layer", hessian_blend_tokens=4, refinement_passes=1))
+    (given, _), (down, _) = spy.calls
+    assert given.weight_EOI.shape == (1, NUM_EXPERTS * 2 * INTER, HIDDEN)
+    assert given.hessian_EII is not None and down.weight_EOI.shape == (NUM_EXPERTS, HIDDEN, INTER)
+    close(given.hessian_EII[0], reference.moment_sum(layer.x_TH) / layer.x_TH.shape[0])
+    used_EJH = written_gate_up(solved.tensors)
+    inputs = [reference.gated_activation(layer.tokens(e), used_EJH[e]) for e in range(NUM_EXPERTS)]
+    routed_II = reference.moment_sum(torch.cat(inputs)) / layer.expert_TK.numel()
+    close(spy.hessians(HIDDEN), expected_moments(inputs, routed_II, 4), rtol=1e-4)
+    for expert in range(NUM_EXPERTS):
+        alone = solve_gptq(SolverBatch(layer.gate_up_EJH[expert : expert + 1].clone(), given.hessian_EII), REFINED)
+        expected_JH = reference.dequantize(alone.codes_EOI[0], alone.scale_EOG[0])
+        torch.testing.assert_close(used_EJH[expert], expected_JH, rtol=0, atol=0)
+        shares = [results(solved)[f"e{expert}.{p}"].blend_weight for p in PROJECTIONS]
+        assert shares[:2] == [1.0, 1.0] and shares[2] == pytest.approx(4 / (4 + len(layer.tokens(expert))))
 
 
 def test_quantized_and_original_gate_up_give_different_hessians(
@@ -160,12 +194,21 @@ def test_failed_matrices_are_named(layer: TinyLayer) -> None:
         assert found[f"e{TWO}.{projection}"].outcome == "hessian_not_positive_definite"
 
 
-@pytest.mark.parametrize("solver", ["gptq", "rtn"])
-@pytest.mark.parametrize("propagate", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"solver": "gptq"},
+        {"solver": "rtn"},
+        {"solver": "awq"},
+        {"propagate_error": False},
+        {"hessian": "layer"},
+        {"drift_correction": True},
+    ],
+)
 def test_chunks_do_not_change_the_result(
-    layer: TinyLayer, monkeypatch: pytest.MonkeyPatch, propagate: bool, solver: str
+    layer: TinyLayer, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
 ) -> None:
-    settings = recipe(propagate_error=propagate, solver=solver)
+    settings = recipe(**changes)
     whole = layer.solve(settings)
     layer.asked.clear()
     monkeypatch.setitem(CHUNK_BYTES, "cpu", 1)

@@ -31,6 +31,6 @@ def test_hessians_are_not_looked_at() -> None:
 
 
 def test_every_solver_that_a_recipe_names_is_there() -> None:
-    for name in ("gptq", "rtn"):
+    for name in ("gptq", "awq", "rtn"):
         solved = SOLVERS[name](batch(1, 2, 32), recipe(solver=name))
         assert solved.codes_EOI.shape == (1, 2, 32)

@@ -37,7 +37,7 @@ def refused(place: str) -> str:
 
 
 def test_library_is_what_the_manual_says() -> None:
-    assert library_names() == ["int4", "int4-g32", "int4-g64", "int4-rtn"]
+    assert library_names() == ["int4", "int4-awq", "int4-g32", "int4-g64", "int4-rtn"]
 
 
 @pytest.mark.parametrize("name", library_names())
@@ -46,8 +46,8 @@ def test_name_equals_the_file_name(name: str) -> None:
 
 
 def test_library_recipes_do_what_their_names_say() -> None:
-    assert [load_recipe(name).group_size for name in library_names()] == [128, 32, 64, 128]
-    assert [load_recipe(name).needs_calibration for name in library_names()] == [True, True, True, False]
+    assert [load_recipe(name).group_size for name in library_names()] == [128, 128, 32, 64, 128]
+    assert [load_recipe(name).needs_calibration for name in library_names()] == [True, True, True, True, False]
     assert load_recipe("int4-rtn").mtp == "rtn"
 
 
@@ -78,7 +78,7 @@ def test_recipe_from_a_file(tmp_path: Path) -> None:
         ("group_size: '64'", "group_size: Input should be 32, 64 or 128 (found '64')"),
         ("num_bits: 8", "num_bits: Input should be 4"),
         ("symmetric: false", "symmetric: Input should be True"),
-        ("solver: awq", "solver: Input should be 'gptq' or 'rtn'"),
+        ("solver: best", "solver: Input should be 'gptq', 'awq' or 'rtn'"),
         ("actorder: group", "actorder: Input should be 'static'"),
         ("dampening_frac: 0", "dampening_frac: Input should be greater than 0"),
         ("dampening_frac: .nan", "dampening_frac: Input should be a finite number"),
@@ -88,7 +88,7 @@ def test_recipe_from_a_file(tmp_path: Path) -> None:
         ("num_calibration_samples: 0", "num_calibration_samples: Input should be greater than or equal to 1"),
         ("max_seq_length: 7", "max_seq_length: Input should be greater than or equal to 8"),
         ("rest: fp8", "rest: Input should be 'keep' or 'bf16'"),
-        ("solver: null", "solver: Input should be 'gptq' or 'rtn'"),
+        ("solver: null", "solver: Input should be 'gptq', 'awq' or 'rtn'"),
         ("1: 2", "1: Keys should be strings"),
     ],
 )
@@ -189,7 +189,7 @@ def test_setting_that_is_no_yaml(setting: str) -> None:
         override(load_recipe("int4"), [setting])
 
 
-@pytest.mark.parametrize("setting", ["group_size=48", "solver=awq", "symmetric=false", "num_bits=3", "rest="])
+@pytest.mark.parametrize("setting", ["group_size=48", "solver=best", "symmetric=false", "num_bits=3", "rest="])
 def test_setting_with_a_wrong_value(setting: str) -> None:
     with pytest.raises(RecipeError, match=f"--set: {setting.partition('=')[0]}: Input should be"):
         override(load_recipe("int4"), [setting])
