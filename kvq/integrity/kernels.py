@@ -38,11 +38,12 @@ class TritonPageTags(PageTags):
                 pages_N, pages_N.stride(0), self.tag_P, self.double_frees, count, BLOCK=BLOCK
             )
 
-    def adopt(self, rows_B: Tensor, first_B: Tensor, end_B: Tensor, max_pages: int) -> None:
-        _adopt_kernel[(rows_B.shape[0],)](
-            rows_B, first_B, end_B, self.slots_RS, self.cached_P, self.record_RJ,
-            self.slots_RS.stride(0), self.record_RJ.stride(0), PAGE_SIZE=self.page_size, BLOCK=BLOCK,
-        )  # fmt: skip
+    def adopt(self, row: int, first: int, end: int) -> None:
+        if end > first:
+            _adopt_kernel[(triton.cdiv(end - first, BLOCK),)](
+                row, first, end, self.slots_RS, self.cached_P, self.record_RJ,
+                self.slots_RS.stride(0), self.record_RJ.stride(0), PAGE_SIZE=self.page_size, BLOCK=BLOCK,
+            )  # fmt: skip
 
     def give_to_cache(self, row: int, first: int, end: int) -> None:
         if end > first:
@@ -61,14 +62,32 @@ class TritonPageTags(PageTags):
     def check(self, rows_B: Tensor, max_pages: int, *, writes: Writes | None) -> Tensor:
         batch = rows_B.shape[0]
         verdict_BF = torch.empty((batch + 1, VERDICT_FIELDS), dtype=torch.int32, device=rows_B.device)
-        slots_T, lengths_B = (verdict_BF, verdict_BF) if writes is None else (writes.slots_T, writes.lengths_B)
+        slots_T, lengths_B = (None, None) if writes is None else (writes.slots_T, writes.lengths_B)
         _check_kernel[(batch,)](
             rows_B, self.slots_RS, self.tag_P, self.record_RJ, self.covered_R, self.double_frees, verdict_BF,
             slots_T, lengths_B, self.slots_RS.stride(0), self.record_RJ.stride(0), self.slots_RS.shape[1],
-            CONTAIN=writes is not None, ONE_EACH=slots_T.shape[0] == batch,
+            CONTAIN=writes is not None,
             PAGE_SIZE=self.page_size, BATCH_BLOCK=BATCH_BLOCK, BLOCK=BLOCK,
         )  # fmt: skip
         return verdict_BF
+
+
+def compile_all(device: torch.device, page_size: int) -> None:
+    """Runs each kernel in each of its forms once, on a table of its own, so that none is compiled while serving."""
+    slots_RS = torch.zeros((2, 4 * page_size), dtype=torch.int32, device=device)
+    tags = TritonPageTags(slots_RS, 8, page_size)
+    ones_B = torch.ones(1, dtype=torch.int64, device=device)
+    for lens_B in (ones_B, ones_B.int()):
+        tags.grow(ones_B, lens_B, lens_B, 2)
+        tags.grow(ones_B, lens_B, None, 1)
+        tags.grow(ones_B, lens_B, lens_B, 1)
+    for pages_N in (ones_B, ones_B.int()):
+        tags.free(pages_N)
+        tags.evict(pages_N)
+    tags.adopt(1, 0, 1)
+    tags.give_to_cache(1, 0, 1)
+    for writes in (None, Writes(), Writes(ones_B.clone()), Writes(ones_B.clone(), ones_B)):
+        tags.check(ones_B, 1, writes=writes)
 
 
 @triton.jit(do_not_specialize=["rows", "old_lens", "new_lens", "first_serial", "max_new_pages"])
@@ -107,21 +126,16 @@ def _free_kernel(pages, pages_stride, tags, double_frees, count, BLOCK: tl.const
         tl.atomic_add(double_frees, doubled)
 
 
-@triton.jit(do_not_specialize=["rows", "firsts", "ends"])
+@triton.jit(do_not_specialize=["row", "first", "end"])
 def _adopt_kernel(
-    rows, firsts, ends, slots, cached, records, slots_stride, record_stride,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0)
-    row = tl.load(rows + at).to(tl.int64)
-    first = tl.load(firsts + at).to(tl.int32)
-    end = tl.load(ends + at).to(tl.int32)
-    for start in range(first, end, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        used = index < end
-        page = tl.load(slots + row * slots_stride + index * PAGE_SIZE, mask=used, other=0) // PAGE_SIZE
-        tag = tl.load(cached + page, mask=used, other=0)
-        tl.store(records + row * record_stride + index, tl.maximum(tag, 0), mask=used)
+    row, first, end, slots, cached, records, slots_stride, record_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = row.to(tl.int64)
+    index = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    used = index < end
+    page = tl.load(slots + row * slots_stride + index * PAGE_SIZE, mask=used, other=0) // PAGE_SIZE
+    tag = tl.load(cached + page, mask=used, other=0)
+    tl.store(records + row * record_stride + index, tl.maximum(tag, 0), mask=used)
 
 
 @triton.jit(do_not_specialize=["row", "first", "end"])
@@ -154,7 +168,7 @@ def _evict_kernel(pages, pages_stride, cached, named, count, BLOCK: tl.constexpr
 def _check_kernel(
     rows, slots, tags, records, covered, double_frees, verdict, out_slots, lengths,
     slots_stride, record_stride, row_slots,
-    CONTAIN: tl.constexpr, ONE_EACH: tl.constexpr,
+    CONTAIN: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BATCH_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
@@ -181,8 +195,8 @@ def _check_kernel(
             for offset in range(PAGE_SIZE):
                 slot = index * PAGE_SIZE + offset
                 tl.store(slots + row * slots_stride + slot, offset, mask=bad & (slot < row_slots))
-    if CONTAIN and first_bad < _NO_INDEX:
-        if ONE_EACH:
+    if out_slots is not None and first_bad < _NO_INDEX:
+        if lengths is None:
             tl.store(out_slots + at, 0)
         else:
             token = tl.full((), 0, tl.int64)

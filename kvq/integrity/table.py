@@ -49,10 +49,13 @@ Lender = Callable[[int], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """Where the coming forward writes: `slots_T`, `lengths_B` of them for each request of the batch, in its order."""
+    """Where the coming forward writes: `lengths_B` of `slots_T` for each request of the batch, in its order.
 
-    slots_T: Tensor
-    lengths_B: Tensor
+    No lengths: one each. No slots: the engine will take them from the page table.
+    """
+
+    slots_T: Tensor | None = None
+    lengths_B: Tensor | None = None
 
 
 class PageTags:
@@ -127,16 +130,12 @@ class PageTags:
 
     # The prefix cache
 
-    def adopt(self, rows_B: Tensor, first_B: Tensor, end_B: Tensor, max_pages: int) -> None:
-        """Pages [first, end) of each row are the cache's: the row records the tags under which the cache took them.
+    def adopt(self, row: int, first: int, end: int) -> None:
+        """Pages [first, end) of the row are the cache's: the row records the tags under which the cache took them.
 
         Not the tags that they have now: those are another's, if the cache lost the page.
         """
-        rows_B = rows_B.long()
-        index_BJ = first_B.long()[:, None] + torch.arange(max_pages, device=rows_B.device)
-        used_BJ = index_BJ < end_B.long()[:, None]
-        row_N, index_N = rows_B[:, None].expand_as(used_BJ)[used_BJ], index_BJ[used_BJ]
-        self.record_RJ[row_N, index_N] = self.cached_P[self._page(row_N, index_N)].clamp(min=0)
+        self.record_RJ[row, first:end] = self.cached_P[self._page_range(row, first, end)].clamp(min=0)
 
     def give_to_cache(self, row: int, first: int, end: int) -> None:
         """The cache took pages [first, end) of this row, under the tags that the row had recorded.
@@ -191,8 +190,10 @@ class PageTags:
         verdict_BF[-1, BAD_PAGE] = self.double_frees[0]
         if writes is not None:
             self._point_at_padding(rows_B, bad_BJ)
-            bad_T = torch.repeat_interleave(bad_B, writes.lengths_B.long())
-            writes.slots_T.masked_fill_(bad_T, 0)
+            if writes.slots_T is not None:
+                lengths_B = writes.lengths_B
+                bad_T = bad_B if lengths_B is None else torch.repeat_interleave(bad_B, lengths_B.long())
+                writes.slots_T.masked_fill_(bad_T, 0)
         return verdict_BF
 
     def _point_at_padding(self, rows_B: Tensor, bad_BJ: Tensor) -> None:

@@ -76,7 +76,7 @@ class Machine:
         for index, entry in enumerate(shared):
             self._write(row, index, entry.page)
         self.requests[row] = request
-        self.tags.adopt(_ints(row), _ints(0), _ints(len(shared)), max(1, len(shared)))
+        self.tags.adopt(row, 0, len(shared))
         self._grow(request, total)
         return True
 
@@ -103,7 +103,7 @@ class Machine:
         self.nodes.append(node)
         self.disputed |= {entry.page for entry in taken if self._names(entry.page) > 1}
         self.tags.give_to_cache(row, request.cached, full)
-        self.tags.adopt(_ints(row), _ints(request.cached), _ints(full), full - request.cached)
+        self.tags.adopt(row, request.cached, full)
         for index, entry in enumerate(taken, start=request.cached):
             request.entries[index] = self._adopted(entry)
         request.nodes.append(node)
@@ -158,7 +158,7 @@ class Machine:
         if not rows:
             return {}
         truth = {row: reason for row in rows if (reason := self._wrong(self.requests[row]))}
-        writes = Writes(torch.arange(100, 100 + len(rows)), torch.ones(len(rows), dtype=torch.int64))
+        writes = Writes(torch.arange(100, 100 + len(rows)))
         most = max(len(self.requests[row].entries) for row in rows)
         verdict = self.tags.check(_ints(*rows), most, writes=writes).tolist()
         found = {rows[at]: str(violation) for at, violation in read_verdict(verdict[:-1]).items()}
