@@ -185,8 +185,11 @@ class Guard:
             self.counters.double_frees += double_frees - self._double_frees
             self._double_frees = double_frees
             self.incidents.double_free(repair=self.aborts)
-        for at, violation in read_verdict(values[:-1]).items():
+        found = read_verdict(values[:-1])
+        for at, violation in found.items():
             self.incidents.violation(pending.reqs[at], violation, abort=self.aborts)
+        if found and self.aborts:
+            self.incidents.repair_cache()
 
     def _sweep(self) -> None:
         """Reads the last sweep's result and enqueues the next: pages of the cache, and the free list."""

@@ -68,6 +68,7 @@ class Incidents:
             self._clean_free_list()
             if cached:
                 self.start_afresh()
+                self.repair_cache()
 
     def ended(self, req: Any) -> None:
         """The request's pages are freed."""
@@ -105,12 +106,7 @@ class Incidents:
 
     def put_in_order(self) -> None:
         """With nothing running: every page is free, or the cache's, once."""
-        self._clean_free_list()
-        for node, at, page in list(self._lost_entries()):
-            stand_in_N = self._lend(1)
-            if stand_in_N is None:
-                return
-            self._replace(node, at, page, int(stand_in_N[0]))
+        self.repair_cache()
         self._clean_free_list()
         slots_N = self.cached_slots()
         free_N = self._free_pages()
@@ -122,6 +118,18 @@ class Incidents:
         self.unsettled = False
         self._failed.clear()
         logger.warning("KV pages are in order again after a violation; %d had no owner", orphans_N.numel())
+
+    def repair_cache(self) -> None:
+        """Entries of the cache whose page is lost get another page, so that they free one when they go.
+
+        Nobody reads it: its tag bars it, and later requests do not find the entry.
+        """
+        for node, at, page in list(self._lost_entries()):
+            stand_in_N = self._lend(1)
+            if stand_in_N is None:
+                logger.error("no page is free to stand in for page %d, which the prefix cache lost", page)
+                return
+            self._replace(node, at, page, int(stand_in_N[0]))
 
     def cached_slots(self) -> Tensor | None:
         """Every slot that the prefix cache holds; None where it holds none."""
