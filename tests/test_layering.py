@@ -10,8 +10,8 @@ import kvq
 
 PACKAGE = Path(kvq.__file__).parent
 ORDER = (
-    "errors", "stop", "checkpoint", "recipes", "calibration", "quantize", "verify", "publish", "pipeline", "console",
-    "commands", "cli", "__main__",
+    "errors", "stop", "integrity", "checkpoint", "recipes", "calibration", "quantize", "verify", "publish", "pipeline",
+    "console", "commands", "cli", "__main__",
 )  # fmt: skip
 TRANSFORMERS = ("calibration/transformers_door.py", "calibration/tiktoken_door.py")
 DOORS = {
@@ -25,6 +25,9 @@ DOORS = {
     "httpx": ("checkpoint/source.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
+    "sglang": tuple(f"integrity/{name}.py" for name in ("plugin", "hooks", "incidents")),
+    "triton": ("integrity/kernels.py",),
+    "prometheus_client": ("integrity/counters.py",),
     "jinja2": ("calibration/dataset.py",),
     "rich": ("console/screen.py", "console/run.py", "console/plan.py"),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),

@@ -30,10 +30,10 @@ class Tally:
         )
 
 
-def drive(operations: int, seed: int, *, page_size: int, fault_rate: float) -> Tally:
+def drive(operations: int, seed: int, *, page_size: int, fault_rate: float, machine: Machine | None = None) -> Tally:
     """Every other phase is free of faults. The machine raises where the tags and the truth differ."""
     dice, tally = random.Random(seed), Tally()
-    machine = Machine(page_size)
+    machine = machine or Machine(page_size)
     while sum(tally.operations.values()) < operations:
         faults = fault_rate if sum(tally.operations.values()) // PHASE % 2 else 0.0
         for _ in range(PHASE):

@@ -44,9 +44,12 @@ class Request:
 class Machine:
     """Operations return whether they could be done. `check` raises AssertionError where tags and truth differ."""
 
-    def __init__(self, page_size: int, num_pages: int = 20, tags_class: type[PageTags] = PageTags) -> None:
+    def __init__(
+        self, page_size: int, num_pages: int = 20, tags_class: type[PageTags] = PageTags, device: str = "cpu"
+    ) -> None:
         self.page_size = page_size
-        self.slots_RS = torch.zeros((ROWS, SLOTS_PER_ROW), dtype=torch.int32)
+        self.device = device
+        self.slots_RS = torch.zeros((ROWS, SLOTS_PER_ROW), dtype=torch.int32, device=device)
         self.tags = tags_class(self.slots_RS, num_pages + 1, page_size)
         self.num_pages = num_pages
         self.free_list = list(range(1, num_pages + 1))
@@ -126,7 +129,7 @@ class Machine:
         self.nodes.remove(node)
         pages = [entry.page for entry in node.entries]
         self.disputed -= {page for page in pages if not self._names(page)}
-        self.tags.evict(_ints(*pages))
+        self.tags.evict(self._ints(*pages))
         self._free(pages)
         return True
 
@@ -158,12 +161,13 @@ class Machine:
         if not rows:
             return {}
         truth = {row: reason for row in rows if (reason := self._wrong(self.requests[row]))}
-        writes = Writes(torch.arange(100, 100 + len(rows)))
+        writes = Writes(torch.arange(100, 100 + len(rows), device=self.device))
         most = max(len(self.requests[row].entries) for row in rows)
-        verdict = self.tags.check(_ints(*rows), most, writes=writes).tolist()
+        verdict = self.tags.check(self._ints(*rows), most, writes=writes).tolist()
         found = {rows[at]: str(violation) for at, violation in read_verdict(verdict[:-1]).items()}
         assert set(found) == set(truth), f"tags say {found}, the truth is {truth}"
         assert self.faulty or not found
+        assert writes.slots_T is not None
         assert writes.slots_T.tolist() == [0 if row in found else 100 + at for at, row in enumerate(rows)]
         self.violations += len(found)
         self.doubled = verdict[-1][1]
@@ -187,7 +191,7 @@ class Machine:
             self.evict(node)
         if self.faulty:
             self._clean_free_list()
-            orphans = self.tags.orphans([], _ints(*self.free_list))
+            orphans = self.tags.orphans([], self._ints(*self.free_list))
             if orphans.numel():
                 self._free(orphans.tolist())
         assert sorted(self.free_list) == list(range(1, self.num_pages + 1))
@@ -227,10 +231,10 @@ class Machine:
             self._write(row, len(request.entries), page)
             request.entries.append(Entry(page, self._grants))
         request.tokens = total
-        self.tags.grow(_ints(row), _ints(old), _ints(total), max(1, new_pages))
+        self.tags.grow(self._ints(row), self._ints(old), self._ints(total), max(1, new_pages))
 
     def _free(self, pages: list[int]) -> None:
-        self.tags.free(_ints(*pages))
+        self.tags.free(self._ints(*pages))
         for page in pages:
             if page:
                 self.holder[page] = None
@@ -244,10 +248,10 @@ class Machine:
         for page in pages:
             self._grants += 1
             self.holder[page] = self._grants
-        return _ints(*pages)
+        return self._ints(*pages)
 
     def _clean_free_list(self) -> None:
-        self.free_list = self.tags.sound_free_list(_ints(*self.free_list)).tolist() if self.free_list else []
+        self.free_list = self.tags.sound_free_list(self._ints(*self.free_list)).tolist() if self.free_list else []
 
     def _adopted(self, entry: Entry) -> Entry:
         return Entry(entry.page, entry.grant, barred=entry.page in self.disputed)
@@ -268,6 +272,5 @@ class Machine:
             page * self.page_size, page * self.page_size + stop - first, dtype=torch.int32
         )
 
-
-def _ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+    def _ints(self, *values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -206,7 +206,7 @@ def test_a_failed_row_is_pointed_at_the_padding_page_before_the_forward(page_siz
     before = tags.slots_RS.clone()
     writes = Writes(torch.arange(50, 57), ints(3, 4))
     tags.check(ints(0, 1), 8, writes=writes)
-    assert writes.slots_T.tolist() == [0, 0, 0, 53, 54, 55, 56]
+    assert writes.slots_T is not None and writes.slots_T.tolist() == [0, 0, 0, 53, 54, 55, 56]
     assert tags.slots_RS[0].tolist() == [
         *before[0, :page_size].tolist(), *range(page_size), *before[0, 2 * page_size :].tolist()
     ]  # fmt: skip

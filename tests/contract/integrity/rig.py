@@ -1,8 +1,8 @@
 """SGLang's own request pool, allocators, KV pools, radix cache, requests and batches on a CPU, driven without a model.
 
-What the scheduler does with them is spelled out here, in the order of its loop with the overlap schedule: the next step is
-launched before the results of the last one are looked at. Hooks are installed by SGLang's HookRegistry; the scheduler's own
-methods are called through `kvq.integrity.hooks`, since there is no scheduler.
+What the scheduler does with them is spelled out here, in the order of its loop with the overlap schedule: the next step
+is launched before the results of the last one are looked at. Hooks are installed by SGLang's HookRegistry; those on the
+scheduler's own methods are called from here, since there is no scheduler.
 """
 
 from array import array

@@ -151,7 +151,7 @@ def test_who_is_given_a_page_in_use_ends_and_writes_nothing(kind: str, page_size
 
 @pytest.mark.parametrize(("kind", "page_size"), POOLS)
 def test_a_page_that_the_cache_lost_reaches_no_request(kind: str, page_size: int) -> None:
-    """It belongs to a prefix that two running requests share and that a third asks for after its next holder cached it."""
+    """It belongs to a prefix that two requests share, and that a third asks for after its next holder cached it."""
     rig = Rig(kind, page_size)
     shared = prompt(rig, 6, first=990)
     rig.run([rig.request(shared, 2)])
