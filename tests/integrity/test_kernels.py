@@ -40,7 +40,7 @@ def test_long_rows_and_prefill_writes_as_in_the_plain_form(device: str, page_siz
     lengths = [7, 1, 300, 2, 90]
     results = []
     for tags_class in (PageTags, TritonPageTags):
-        tags = tags_class(slots_RS.to(device), rows * pages + 1, page_size)
+        tags = tags_class(slots_RS.clone().to(device), rows * pages + 1, page_size)
         index_B = torch.arange(rows, device=device)
         lens_B = torch.tensor([pages * page_size] * rows, device=device)
         tags.grow(index_B, torch.zeros_like(lens_B), lens_B, pages)
