@@ -115,8 +115,10 @@ def alarms(arguments: argparse.Namespace, results: Results) -> str:
     off, on = {}, {"KVQ_KV_TAGS": "abort", "KVQ_KV_TAGS_SWEEP_SECONDS": "5"}
     for name, tags in (("without", off), ("without-again", off), ("with", on)):
         run_load(arguments, results, name, load, tags)
-    lines = ["| run | requests | cut by clients | retractions | violations | errors | other tokens than in the first run |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| run | requests | cut by clients | retractions | violations | errors | other tokens than in the first run |",
+        "|---|---|---|---|---|---|---|",
+    ]
     base = results["without"]["answers"]
     for name in ("without", "without-again", "with"):
         part = results[name]

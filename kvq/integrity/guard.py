@@ -66,6 +66,7 @@ class Guard:
         self._sweep_buffer = self._host((1, VERDICT_FIELDS))
         self._next_buffer = 0
         self._double_frees = 0
+        self._worked = False
         self._last_sweep = self._last_export = time.monotonic()
         self._ranks = scheduler.attn_tp_group.device_group if scheduler.ps.attn_tp_size > 1 else None
 
@@ -113,6 +114,7 @@ class Guard:
         """Enqueues the check of all requests of a batch, ahead of the forward that will read their pages."""
         if not batch.reqs or batch.forward_mode.is_idle():
             return
+        self._worked = True
         self.counters.checks += len(batch.reqs)
         # Only the plain form needs the bound; the kernel reads each row's own.
         most = 0 if self.on_gpu else max(-(-req.kv.kv_allocated_len // self.page_size) for req in batch.reqs)
@@ -160,8 +162,12 @@ class Guard:
     def idle(self) -> None:
         """Nothing runs: what violations left behind is put in order before the engine counts its pages."""
         self.read_all()
-        if self.aborts and self.incidents.unsettled and self.scheduler.is_fully_idle():
-            self.incidents.put_in_order()
+        if self._worked and self.scheduler.is_fully_idle():
+            self._worked = False
+            if unsound := self.incidents.unsound_free_pages():
+                self.incidents.sweep_found(0, unsound, repair=self.aborts)
+            if self.aborts and self.incidents.unsettled:
+                self.incidents.put_in_order()
         self.between_steps()
 
     def health(self) -> dict[str, Any]:
@@ -230,7 +236,7 @@ def make_tags(slots_RS: Tensor, num_pages: int, page_size: int) -> PageTags:
         return PageTags(slots_RS, num_pages, page_size)
     from kvq.integrity.kernels import TritonPageTags, compile_all
 
-    compile_all(slots_RS.device, page_size)
+    compile_all(slots_RS.device, page_size, slots_RS.shape[1])
     return TritonPageTags(slots_RS, num_pages, page_size)
 
 

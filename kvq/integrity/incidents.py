@@ -62,7 +62,7 @@ class Incidents:
 
     def sweep_found(self, cached: int, listed: int, *, repair: bool) -> None:
         self.counters.sweep_violations += 1
-        logger.error("KV page sweep: %d pages of the prefix cache lost, %d held pages in the free list", cached, listed)
+        logger.error("KV page sweep: %d pages of the prefix cache lost, %d wrong ones in the free list", cached, listed)
         if repair:
             self.unsettled = True
             self._clean_free_list()
@@ -136,6 +136,11 @@ class Incidents:
         values = [node.value for node in self._nodes()]
         return torch.cat(values) if values else None
 
+    def unsound_free_pages(self) -> int:
+        """Held pages and second copies in the allocator's lists."""
+        free_N = self._free_pages()
+        return free_N.numel() - self.tags.sound_free_list(free_N).numel()
+
     # Inside
 
     def _end(self, req: Any, message: str) -> None:
@@ -160,12 +165,11 @@ class Incidents:
 
     def _clean_free_list(self) -> None:
         """Takes held pages and second copies out of the allocator's lists."""
-        free_N, waiting_N = self.allocator.free_pages, self.allocator.release_pages
-        kept_N = self.tags.sound_free_list(torch.cat([free_N, waiting_N]))
-        dropped = free_N.numel() + waiting_N.numel() - kept_N.numel()
-        if dropped:
+        free_N = self._free_pages()
+        kept_N = self.tags.sound_free_list(free_N)
+        if dropped := free_N.numel() - kept_N.numel():
             self.counters.quarantined_pages += dropped
-            self.allocator.free_pages, self.allocator.release_pages = kept_N, waiting_N[:0]
+            self.allocator.free_pages, self.allocator.release_pages = kept_N, kept_N[:0]
 
     def _lost_entries(self) -> Iterator[tuple[Any, int, int]]:
         """Entries of the prefix cache whose page is another's or nobody's: node, position in pages, page."""

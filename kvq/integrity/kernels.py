@@ -72,9 +72,12 @@ class TritonPageTags(PageTags):
         return verdict_BF
 
 
-def compile_all(device: torch.device, page_size: int) -> None:
-    """Runs each kernel in each of its forms once, on a table of its own, so that none is compiled while serving."""
-    slots_RS = torch.zeros((2, 4 * page_size), dtype=torch.int32, device=device)
+def compile_all(device: torch.device, page_size: int, slots_per_row: int) -> None:
+    """Runs each kernel in each of its forms once, on a table of its own, so that none is compiled while serving.
+
+    Triton compiles for the divisibility of strides too, so the rows must be as long as the real ones.
+    """
+    slots_RS = torch.zeros((2, slots_per_row), dtype=torch.int32, device=device)
     tags = TritonPageTags(slots_RS, 8, page_size)
     ones_B = torch.ones(1, dtype=torch.int64, device=device)
     for lens_B in (ones_B, ones_B.int()):
@@ -164,6 +167,22 @@ def _evict_kernel(pages, pages_stride, cached, named, count, BLOCK: tl.constexpr
     tl.store(cached + page, _NOT_CACHED, mask=(at < count) & (before <= 1))
 
 
+@triton.jit
+def _write_to_padding(out_slots, lengths, at, BATCH_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+    """What the forward would write for this request of the batch goes to slot 0."""
+    if lengths is None:
+        tl.store(out_slots + at, 0)
+    else:
+        token = tl.full((), 0, tl.int64)
+        for start in range(0, at, BATCH_BLOCK):
+            earlier = start + tl.arange(0, BATCH_BLOCK)
+            token += tl.sum(tl.load(lengths + earlier, mask=earlier < at, other=0).to(tl.int64))
+        count = tl.load(lengths + at).to(tl.int32)
+        for start in range(0, count, BLOCK):
+            step = start + tl.arange(0, BLOCK)
+            tl.store(out_slots + token + step, 0, mask=step < count)
+
+
 @triton.jit(do_not_specialize=["rows", "verdict", "out_slots", "lengths"])
 def _check_kernel(
     rows, slots, tags, records, covered, double_frees, verdict, out_slots, lengths,
@@ -191,22 +210,14 @@ def _check_kernel(
             bad_page = tl.sum(tl.where(index == here, page, 0)).to(tl.int32)
             bad_expected = tl.sum(tl.where(index == here, expected, 0))
             bad_found = tl.sum(tl.where(index == here, found, 0))
-        if CONTAIN and here < _NO_INDEX:
-            for offset in range(PAGE_SIZE):
-                slot = index * PAGE_SIZE + offset
-                tl.store(slots + row * slots_stride + slot, offset, mask=bad & (slot < row_slots))
-    if out_slots is not None and first_bad < _NO_INDEX:
-        if lengths is None:
-            tl.store(out_slots + at, 0)
-        else:
-            token = tl.full((), 0, tl.int64)
-            for start in range(0, at, BATCH_BLOCK):
-                before = start + tl.arange(0, BATCH_BLOCK)
-                token += tl.sum(tl.load(lengths + before, mask=before < at, other=0).to(tl.int64))
-            count = tl.load(lengths + at).to(tl.int32)
-            for start in range(0, count, BLOCK):
-                step = start + tl.arange(0, BLOCK)
-                tl.store(out_slots + token + step, 0, mask=step < count)
+        if CONTAIN:
+            if here < _NO_INDEX:
+                for offset in range(PAGE_SIZE):
+                    slot = index * PAGE_SIZE + offset
+                    tl.store(slots + row * slots_stride + slot, offset, mask=bad & (slot < row_slots))
+    if out_slots is not None:
+        if first_bad < _NO_INDEX:
+            _write_to_padding(out_slots, lengths, at, BATCH_BLOCK, BLOCK)
     out = verdict + at * _FIELDS
     tl.store(out, tl.where(first_bad == _NO_INDEX, 0, first_bad + 1))
     tl.store(out + 1, bad_page)

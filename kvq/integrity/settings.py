@@ -22,6 +22,10 @@ class Settings:
     sweep_seconds: float = DEFAULT_SWEEP_SECONDS
     faults: str = ""
 
+    def environment(self) -> dict[str, str]:
+        """The variables that ask a server for this."""
+        return {} if self.mode == "off" else {MODE: self.mode, SWEEP: f"{self.sweep_seconds:g}"}
+
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Raises RecipeError for a value that means nothing."""

@@ -33,7 +33,7 @@ def test_long_rows_and_prefill_writes_as_in_the_plain_form(device: str, page_siz
     """Rows longer than a kernel's block, and a batch that writes several tokens for each request."""
     from kvq.integrity.kernels import TritonPageTags, compile_all
 
-    compile_all(torch.device(device), page_size)
+    compile_all(torch.device(device), page_size, 4 * page_size)
     rows, pages = 5, 2500
     order = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(1)) + 1
     slots_RS = (order.view(rows, pages, 1) * page_size + torch.arange(page_size)).flatten(1).int()

@@ -46,6 +46,7 @@ def test_the_entry_point_is_declared() -> None:
 )
 def test_settings_from_the_environment(environment: dict[str, str], expected: Settings) -> None:
     assert read_settings(environment) == expected
+    assert read_settings(expected.environment()).mode == expected.mode
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,16 @@ def test_a_sweep_finds_what_the_cache_lost_before_anyone_asks_for_it() -> None:
     rig.accounts()
 
 
+@pytest.mark.parametrize(("kind", "page_size"), POOLS)
+def test_a_second_copy_in_the_free_list_is_gone_when_all_is_idle(kind: str, page_size: int) -> None:
+    rig, reqs, now = started(kind, page_size)
+    copy = rig.page(reqs[0], 6)  # at the end of the list: nobody gets it before its holder has freed it
+    rig.allocator.free_pages = rig.allocator.free_pages.new_tensor([*rig.allocator.free_pages.tolist(), copy])
+    go_on(rig, reqs, now)
+    assert [rig.streamed(req) for req in reqs] == [[7] * 6] * 3
+    rig.accounts()
+
+
 def test_an_emptied_cache_starts_again() -> None:
     rig = Rig("mha", 1)
     rig.run([rig.request(prompt(rig, 20), 2)])
