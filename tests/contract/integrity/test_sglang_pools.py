@@ -5,19 +5,24 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+pytest.importorskip("tests.contract.engine", reason="make contract")
+import sglang
 
 from kvq.integrity import compat, hooks, plugin
+
+if sglang.__version__ not in compat.SUPPORTED_VERSIONS:
+    pytest.skip(f"SGLang {sglang.__version__} is refused, see test_refusal", allow_module_level=True)
+import sglang.srt.managers.scheduler
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
 from tests.contract.integrity.rig import PAGES, Rig, start_engine
 
 POOLS = [("mha", 1), ("mla", 1), ("mla", 64), ("dsa", 64)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def installed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    import sglang.srt.managers.scheduler  # noqa: F401 - as in the scheduler's process, before plugins are loaded
-
+def installed() -> None:
+    """As in the scheduler's process: its module is imported, then plugins are loaded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVQ_KV_TAGS", "abort")
         plugin.install()
@@ -30,8 +35,6 @@ def prompt(rig: Rig, pages: float, first: int = 0) -> list[int]:
 
 
 def test_this_sglang_has_every_name_that_is_hooked() -> None:
-    import sglang
-
     assert compat.problems(sglang.__version__) == []
     assert set(hooks.HOOKS) == set(compat.HOOKED)
 
@@ -197,6 +200,7 @@ def test_a_fault_in_a_chunked_prefill_ends_it_at_its_next_chunk(kind: str, page_
 
 
 def test_log_reports_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("ERROR", logger="kvq.integrity")
     rig, reqs, now = started("mla", 64, mode="log")
     before = rig.rows.req_to_token.clone()
     rig.free_page(rig.page(reqs[1], 0))
