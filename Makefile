@@ -8,7 +8,7 @@ DEMO_SOURCE = examples/tiny-glm-5-fp8
 DEMO_OUT = demo-out/tiny-glm-5-int4
 SGLANG_VERSIONS = 0.5.17 0.5.23
 
-.PHONY: demo test style quality unit kernels contract test-gpu build test-build clean
+.PHONY: demo test style quality unit kernels contract test-gpu page-tags-million build test-build clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "kvq needs Python 3.11 to 3.13, found " + sys.version.split()[0] + "; give one with make PYTHON=python3.12 ...")'
@@ -59,6 +59,9 @@ contract: $(SGLANG_VERSIONS:%=.venv-sglang-%/installed)
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu
+
+page-tags-million: $(VENV)/installed
+	$(BIN)/python -m tests.integrity.drive 1000000
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .

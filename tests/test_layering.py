@@ -10,8 +10,8 @@ import kvq
 
 PACKAGE = Path(kvq.__file__).parent
 ORDER = (
-    "errors", "stop", "checkpoint", "recipes", "calibration", "quantize", "verify", "publish", "pipeline", "console",
-    "commands", "cli", "__main__",
+    "errors", "stop", "integrity", "checkpoint", "recipes", "calibration", "quantize", "verify", "publish", "pipeline",
+    "console", "commands", "cli", "__main__",
 )  # fmt: skip
 TRANSFORMERS = ("calibration/transformers_door.py", "calibration/tiktoken_door.py")
 HUB = (
@@ -40,7 +40,9 @@ DOORS = {
     "pyarrow": ("calibration/tables_door.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
-    "triton": ("quantize/triton_kernels.py",),
+    "sglang": tuple(f"integrity/{name}.py" for name in ("plugin", "hooks", "incidents")),
+    "triton": ("quantize/triton_kernels.py", "integrity/kernels.py"),
+    "prometheus_client": ("integrity/counters.py",),
     "jinja2": ("calibration/dataset.py",),
     "rich": tuple(
         f"console/{name}.py"

@@ -1,0 +1,67 @@
+"""Faults for tests of the plugin, on a server that serves nobody. KVQ_KV_TAGS_FAULTS="rate=0.01,seed=1" turns them on.
+
+Each scheduling step, with this probability, one of: a page of a running request is freed while it is in use; an entry
+of a running request's page table is pointed at a foreign page; the allocator's free list is given a page in use. Each
+is written to the log as JSON with the requests that refer to the page, so that a test can see who was affected.
+"""
+
+import json
+import logging
+import random
+from typing import Any
+
+import torch
+
+from kvq.integrity.guard import Guard
+
+logger = logging.getLogger("kvq.integrity.faults")
+KINDS = ("free", "swap", "double")
+_DICE: random.Random | None = None
+
+
+def inject(scheduler: Any, guard: Guard, text: str) -> None:
+    """One step's fault, if the dice say so."""
+    global _DICE
+    options = dict(part.split("=", 1) for part in text.split(","))
+    _DICE = _DICE or random.Random(int(options.get("seed", "0")))
+    if _DICE.random() >= float(options["rate"]):
+        return
+    reqs = [req for req in _running(scheduler) if not guard.incidents.failed(req)]
+    if len(reqs) < 2:
+        return
+    kinds = options.get("kinds", "+".join(KINDS)).split("+")
+    kind, victim = _DICE.choice(kinds), _DICE.choice(reqs)
+    pages = _pages(guard, victim)
+    at = _DICE.randrange(len(pages))
+    page = pages[at]
+    if kind == "swap":
+        affected = [victim.rid]
+        foreign = _DICE.choice([other for other in range(1, guard.tags.tag_P.shape[0]) if other != page])
+        guard.tags._set_page(victim.req_pool_idx, at, foreign)
+        page = foreign
+    else:
+        affected = [req.rid for req in reqs if page in _pages(guard, req)] if kind == "free" else []
+        _misuse(guard, kind, page)
+    details = {"kind": kind, "page": page, "affected": affected}
+    logger.warning("KV page fault injected %s", json.dumps(details))
+
+
+def _misuse(guard: Guard, kind: str, page: int) -> None:
+    allocator = guard.allocator
+    page_N = torch.tensor([page], dtype=torch.int64, device=guard.tags.tag_P.device)
+    if kind == "double":
+        allocator.free_pages = torch.cat([page_N, allocator.free_pages])
+    else:
+        allocator.free(page_N * guard.page_size)
+
+
+def _running(scheduler: Any) -> list[Any]:
+    reqs = [req for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None for req in batch.reqs]
+    unique = {req.rid: req for req in reqs if req.req_pool_idx is not None and not req.finished()}
+    return [unique[rid] for rid in sorted(unique)]
+
+
+def _pages(guard: Guard, req: Any) -> list[int]:
+    count = -(-req.kv.kv_allocated_len // guard.page_size)
+    pages: list[int] = guard.tags._page_range(req.req_pool_idx, 0, count).tolist()
+    return pages

@@ -1,0 +1,256 @@
+"""One scheduler's page tags: what it records, when it checks, and when it reads the verdict.
+
+Shape suffixes as in `table`. Objects of SGLang are `Any` here: it is not imported, so that this can be tested without.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq.errors import RecipeError
+from kvq.integrity.counters import Counters
+from kvq.integrity.incidents import Incidents
+from kvq.integrity.settings import Settings
+from kvq.integrity.table import BAD_PAGE, VERDICT_FIELDS, PageTags, Writes, read_verdict
+
+ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+CACHES = ("RadixCache", "ChunkCache")
+# Server arguments under which pages change hands in places that are not hooked, with the values that are fine.
+NEEDED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "disaggregation_mode": ("null", None),
+    "pp_size": (1,),
+    "dcp_size": (1,),
+    "enable_hierarchical_cache": (False,),
+    "enable_hisparse": (False,),
+    "enable_pdmux": (False,),
+    "enable_unified_memory": (False,),
+    "enable_streaming_session": (False,),
+    "dllm_algorithm": (None,),
+}
+EXPORT_SECONDS = 1.0
+_BUFFERS = 8  # verdicts under way at once; the overlapped loop has two
+
+
+@dataclass
+class Pending:
+    """A verdict on its way to the host."""
+
+    reqs: list[Any]
+    verdict_BF: Tensor
+    arrived: Any  # a CUDA event; None on a CPU
+
+
+class Guard:
+    """Of the scheduler in this process. Raises RecipeError where it does not fit how the server was started."""
+
+    def __init__(self, scheduler: Any, settings: Settings) -> None:
+        if found := unsupported(scheduler):
+            raise RecipeError("; ".join(found))
+        self.settings = settings
+        self.scheduler = scheduler
+        self.allocator = scheduler.token_to_kv_pool_allocator
+        self.page_size: int = self.allocator.page_size
+        slots_RS: Tensor = scheduler.req_to_token_pool.req_to_token
+        self.tags = make_tags(slots_RS, self.allocator.size // self.page_size + 1, self.page_size)
+        self.on_gpu = slots_RS.is_cuda
+        self.counters = Counters()
+        self.incidents = Incidents(scheduler, self.tags, self.counters)
+        self.inserting_row: int | None = None
+        self._pending: deque[Pending] = deque()
+        self._swept: Pending | None = None
+        self._buffers = [self._host((slots_RS.shape[0] + 1, VERDICT_FIELDS)) for _ in range(_BUFFERS)]
+        self._sweep_buffer = self._host((1, VERDICT_FIELDS))
+        self._next_buffer = 0
+        self._double_frees = 0
+        self._worked = False
+        self._last_sweep = self._last_export = time.monotonic()
+        self._ranks = scheduler.attn_tp_group.device_group if scheduler.ps.attn_tp_size > 1 else None
+
+    @property
+    def aborts(self) -> bool:
+        return self.settings.mode == "abort"
+
+    # Pages change hands
+
+    def admitted(self, batch: Any, rows_B: Tensor, was_new: list[bool]) -> None:
+        """After the pages of a prefill (or a chunk of one) were allocated and written to the page table."""
+        size = self.page_size
+        for req, new, prefix in zip(batch.reqs, was_new, batch.prefix_lens, strict=True):
+            if new:
+                self.tags.adopt(req.req_pool_idx, 0, prefix // size)
+        most = max(-(-length // size) + 1 for length in batch.extend_lens)
+        self.tags.grow(rows_B, self._to_device(batch.prefix_lens), batch.seq_lens, most)
+
+    def decoding(self, batch: Any, tokens: int) -> None:
+        """After one token's place was allocated for each request; most steps of a large page size take no page."""
+        if self.page_size == 1 or bool((batch.seq_lens_cpu % self.page_size == 0).any()):
+            new_lens_B = None if tokens == 1 else batch.seq_lens + tokens
+            self.tags.grow(batch.req_pool_indices, batch.seq_lens, new_lens_B, -(-tokens // self.page_size))
+
+    def drafting(self, rows_B: Tensor, old_lens_B: Tensor, new_lens_B: Tensor, tokens: int) -> None:
+        """After speculative decoding reserved places. What it rejects stays the request's, and is used again."""
+        if tokens > 0:
+            self.tags.grow(rows_B, old_lens_B, new_lens_B, tokens // self.page_size + 1)
+
+    def freed(self, pages_N: Tensor) -> None:
+        self.tags.free(pages_N)
+
+    def inserted(self, prefix_len: int, key_len: int) -> None:
+        """The prefix cache took what it did not have yet of the row at work."""
+        if self.inserting_row is not None:
+            self.tags.give_to_cache(self.inserting_row, prefix_len // self.page_size, key_len // self.page_size)
+
+    def uncached(self, slots_N: Tensor) -> None:
+        """The prefix cache gave up one of its entries."""
+        self.tags.evict(slots_N[:: self.page_size] // self.page_size)
+
+    # A step
+
+    def before_forward(self, batch: Any) -> None:
+        """Enqueues the check of all requests of a batch, ahead of the forward that will read their pages."""
+        if not batch.reqs or batch.forward_mode.is_idle():
+            return
+        self._worked = True
+        self.counters.checks += len(batch.reqs)
+        # Only the plain form needs the bound; the kernel reads each row's own.
+        most = 0 if self.on_gpu else max(-(-req.kv.kv_allocated_len // self.page_size) for req in batch.reqs)
+        verdict_BF = self.tags.check(batch.req_pool_indices, most, writes=self._writes(batch) if self.aborts else None)
+        if self._ranks is not None:
+            # A fault that one rank sees must end the request on all: they schedule alike.
+            torch.distributed.all_reduce(verdict_BF, torch.distributed.ReduceOp.MAX, group=self._ranks)
+        self._next_buffer = (self._next_buffer + 1) % _BUFFERS
+        self._pending.append(self._send(list(batch.reqs), verdict_BF, self._buffers[self._next_buffer]))
+
+    def before_results(self, batch: Any) -> None:
+        """Reads verdicts up to this batch's own: enqueued before its forward, so it is there when the tokens are."""
+        while self._pending:
+            pending = self._pending.popleft()
+            self._read(pending)
+            if (
+                pending.reqs
+                and batch.reqs
+                and pending.reqs[0] is batch.reqs[0]
+                and len(pending.reqs) == len(batch.reqs)
+            ):
+                break
+
+    def read_all(self) -> None:
+        """Before a row is given back or cached: no verdict about it may be outstanding."""
+        while self._pending:
+            self._read(self._pending.popleft())
+
+    def releasing(self, req: Any) -> None:
+        """Before a request's pages are freed."""
+        self.read_all()
+        if self.aborts and self.incidents.failed(req):
+            self.incidents.settle(req)
+
+    def between_steps(self) -> None:
+        """Sweeps when it is time to, and exports the metrics."""
+        now = time.monotonic()
+        if self.settings.sweep_seconds and now - self._last_sweep >= self.settings.sweep_seconds:
+            self._last_sweep = now
+            self._sweep()
+        if now - self._last_export >= EXPORT_SECONDS:
+            self._last_export = now
+            self.counters.export()
+
+    def idle(self) -> None:
+        """Nothing runs: what violations left behind is put in order before the engine counts its pages."""
+        self.read_all()
+        if self._worked and self.scheduler.is_fully_idle():
+            self._worked = False
+            if unsound := self.incidents.unsound_free_pages():
+                self.incidents.sweep_found(0, unsound, repair=self.aborts)
+            if self.aborts and self.incidents.unsettled:
+                self.incidents.put_in_order()
+        self.between_steps()
+
+    def health(self) -> dict[str, Any]:
+        healthy = not self.counters.violations and not self.counters.sweep_violations
+        return {"mode": self.settings.mode, "healthy": healthy, **self.counters.as_json()}
+
+    # Inside
+
+    def _writes(self, batch: Any) -> Writes:
+        if not batch.spec_algorithm.is_none():
+            return Writes()
+        lengths_B = None if batch.forward_mode.is_decode() else self._to_device(batch.extend_lens)
+        return Writes(batch.out_cache_loc, lengths_B)
+
+    def _read(self, pending: Pending) -> None:
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        values = pending.verdict_BF.tolist()
+        double_frees = values[-1][BAD_PAGE]
+        if double_frees > self._double_frees:
+            self.counters.double_frees += double_frees - self._double_frees
+            self._double_frees = double_frees
+            self.incidents.double_free(repair=self.aborts)
+        found = read_verdict(values[:-1])
+        for at, violation in found.items():
+            self.incidents.violation(pending.reqs[at], violation, abort=self.aborts)
+        if found and self.aborts:
+            self.incidents.repair_cache()
+
+    def _sweep(self) -> None:
+        """Reads the last sweep's result and enqueues the next: pages of the cache, and the free list."""
+        if self._swept is not None:
+            if self._swept.arrived is not None:
+                self._swept.arrived.synchronize()
+            cached, listed = self._swept.verdict_BF[0, :2].tolist()
+            self._swept = None
+            if cached or listed:
+                self.incidents.sweep_found(cached, listed, repair=self.aborts)
+        self.counters.sweeps += 1
+        found_BF = torch.zeros((1, VERDICT_FIELDS), dtype=torch.int32, device=self.tags.tag_P.device)
+        slots_N = self.incidents.cached_slots()
+        if slots_N is not None:
+            pages_N = slots_N[:: self.page_size] // self.page_size
+            found_BF[0, 0] = self.tags.cache_mismatches(pages_N).sum()
+        found_BF[0, 1] = (self.tags.tag_P[self.allocator.free_pages.long()] > 0).sum()
+        self._swept = self._send([], found_BF, self._sweep_buffer)
+
+    def _send(self, reqs: list[Any], values_BF: Tensor, buffer_BF: Tensor) -> Pending:
+        if not self.on_gpu:
+            return Pending(reqs, values_BF, None)
+        buffer_BF = buffer_BF[: values_BF.shape[0]]
+        buffer_BF.copy_(values_BF, non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event()
+        return Pending(reqs, buffer_BF, arrived)
+
+    def _to_device(self, values: list[int]) -> Tensor:
+        host_B = torch.tensor(values, dtype=torch.int64, pin_memory=self.on_gpu)
+        return host_B.to(self.tags.tag_P.device, non_blocking=True)
+
+    def _host(self, shape: tuple[int, int]) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=self.on_gpu)
+
+
+def make_tags(slots_RS: Tensor, num_pages: int, page_size: int) -> PageTags:
+    if not slots_RS.is_cuda:
+        return PageTags(slots_RS, num_pages, page_size)
+    from kvq.integrity.kernels import TritonPageTags, compile_all
+
+    compile_all(slots_RS.device, page_size, slots_RS.shape[1])
+    return TritonPageTags(slots_RS, num_pages, page_size)
+
+
+def unsupported(scheduler: Any) -> list[str]:
+    """What of this server the plugin does not fit, a sentence each."""
+    arguments = scheduler.server_args
+    found = [
+        f"{name} is {value!r}"
+        for name, fine in NEEDED_ARGUMENTS.items()
+        if (value := getattr(arguments, name, fine[0])) not in fine
+    ]
+    allocator, cache = type(scheduler.token_to_kv_pool_allocator).__name__, type(scheduler.tree_cache).__name__
+    if allocator not in ALLOCATORS:
+        found.append(f"pages are allocated by {allocator}, not by one of {', '.join(ALLOCATORS)}")
+    if cache not in CACHES:
+        found.append(f"prefixes are cached by {cache}, not by one of {', '.join(CACHES)}")
+    return found

@@ -1,0 +1,206 @@
+"""What follows a violation. All of this is rare, and may wait for the device.
+
+A failed request ends with an error and frees exactly what is its own. What the prefix cache held by then is given to no
+later request: who shared what with the damaged page cannot be known. Pages that nobody can account for are kept from
+use until the engine is idle, and then put in order, before it counts its pages itself.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq.integrity.counters import Counters
+from kvq.integrity.table import PageTags, Violation
+
+logger = logging.getLogger("kvq.integrity")
+ERROR_TYPE = "KVPageTagMismatch"
+NAMESPACE = "kvq-kv-tags"
+
+
+class Incidents:
+    def __init__(self, scheduler: Any, tags: PageTags, counters: Counters) -> None:
+        self.scheduler = scheduler
+        self.allocator = scheduler.token_to_kv_pool_allocator
+        self.tags = tags
+        self.counters = counters
+        self.unsettled = False
+        self.namespace = 0
+        self._failed: dict[str, str] = {}  # request id -> message; until its pages are freed
+
+    def failed(self, req: Any) -> bool:
+        return req.rid in self._failed
+
+    def violation(self, req: Any, violation: Violation, *, abort: bool) -> None:
+        """Reports; with `abort`, the request's next result becomes an error and none of its tokens leaves any more."""
+        if self.failed(req) or req.req_pool_idx is None:
+            return
+        self._failed[req.rid] = message = f"KV page tag mismatch: {violation}"
+        self.counters.violations += 1
+        self.counters.last_violation = f"request {req.rid}: {violation}"
+        details = {"rid": req.rid, "page": violation.page, "index": violation.index}
+        details |= {"expected": violation.expected_tag, "found": violation.found_tag, "aborted": abort}
+        logger.error("%s for request %s %s", message, req.rid, json.dumps(details))
+        if not abort:
+            return
+        self.unsettled = True
+        self.start_afresh()
+        if not req.finished():
+            self.counters.aborted += 1
+            self._end(req, message)
+
+    def double_free(self, *, repair: bool) -> None:
+        logger.error("KV page freed twice; %s", "its second copy leaves the free list" if repair else "nothing is done")
+        if repair:
+            self.unsettled = True
+            self._clean_free_list()
+
+    def sweep_found(self, cached: int, listed: int, *, repair: bool) -> None:
+        self.counters.sweep_violations += 1
+        logger.error("KV page sweep: %d pages of the prefix cache lost, %d wrong ones in the free list", cached, listed)
+        if repair:
+            self.unsettled = True
+            self._clean_free_list()
+            if cached:
+                self.start_afresh()
+                self.repair_cache()
+
+    def ended(self, req: Any) -> None:
+        """The request's pages are freed."""
+        self._failed.pop(req.rid, None)
+
+    def reason(self, req: Any) -> Any:
+        """The finish reason of a failed request: an abort with HTTP status 500."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        return FINISH_ABORT(self._failed[req.rid], HTTPStatus.INTERNAL_SERVER_ERROR, ERROR_TYPE)
+
+    def settle(self, req: Any) -> None:
+        """Before a failed request's pages are freed: makes each entry of its row one that is its own to free."""
+        size = self.tags.page_size
+        own, end = req.cache_protected_len // size, math.ceil(req.kv.kv_allocated_len / size)
+        lent = self.tags.settle_row(req.req_pool_idx, own, end, self._lend)
+        if lent is None:
+            # Nothing can stand in, so nothing of it is freed now: `put_in_order` finds these pages when all is idle.
+            logger.error("no page is free to settle request %s; its pages stay out of use until idle", req.rid)
+            req.cache_protected_len = req.kv.kv_allocated_len = req.kv_committed_len = 0
+            return
+        self.counters.quarantined_pages += lent
+
+    def start_afresh(self) -> None:
+        """Later requests do not find what is cached now; it leaves as it grows old."""
+        self.namespace += 1
+        for req in self.scheduler.waiting_queue:
+            self.queued(req)
+
+    def queued(self, req: Any) -> None:
+        """Puts a request that holds no pages into the present namespace of the prefix cache."""
+        if self.namespace and req.req_pool_idx is None:
+            own_key = (req.extra_key or "").split(f"|{NAMESPACE}")[0]
+            req.extra_key = f"{own_key}|{NAMESPACE}-{self.namespace}"
+
+    def put_in_order(self) -> None:
+        """With nothing running: every page is free, or the cache's, once."""
+        self.repair_cache()
+        self._clean_free_list()
+        slots_N = self.cached_slots()
+        free_N = self._free_pages()
+        named_N = free_N if slots_N is None else torch.cat([free_N, self._pages(slots_N)])
+        orphans_N = self.tags.orphans([], named_N)
+        if orphans_N.numel():
+            self.counters.quarantined_pages += orphans_N.numel()
+            self.allocator.free(self._slots(orphans_N))
+        self.unsettled = False
+        self._failed.clear()
+        logger.warning("KV pages are in order again after a violation; %d had no owner", orphans_N.numel())
+
+    def repair_cache(self) -> None:
+        """Entries of the cache whose page is lost get another page, so that they free one when they go.
+
+        Nobody reads it: its tag bars it, and later requests do not find the entry.
+        """
+        for node, at, page in list(self._lost_entries()):
+            stand_in_N = self._lend(1)
+            if stand_in_N is None:
+                logger.error("no page is free to stand in for page %d, which the prefix cache lost", page)
+                return
+            self._replace(node, at, page, int(stand_in_N[0]))
+
+    def cached_slots(self) -> Tensor | None:
+        """Every slot that the prefix cache holds; None where it holds none."""
+        values = [node.value for node in self._nodes()]
+        return torch.cat(values) if values else None
+
+    def unsound_free_pages(self) -> int:
+        """Held pages and second copies in the allocator's lists."""
+        free_N = self._free_pages()
+        return free_N.numel() - self.tags.sound_free_list(free_N).numel()
+
+    # Inside
+
+    def _end(self, req: Any, message: str) -> None:
+        req.to_finish = self.reason(req)
+        # What has been generated up to here was checked; what the forward under way gives is cut off.
+        req.finished_len = len(req.output_ids)
+        req.skip_radix_cache_insert = True
+        if self.scheduler.chunked_req is req:
+            self.scheduler._pending_chunked_abort_req = req
+
+    def _lend(self, count: int) -> Tensor | None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self._clean_free_list()
+        tokens = count * self.tags.page_size
+        slots_N = self.allocator.alloc(tokens)
+        if slots_N is None:
+            self.scheduler.tree_cache.evict(EvictParams(num_tokens=tokens))
+            self._clean_free_list()
+            slots_N = self.allocator.alloc(tokens)
+        return None if slots_N is None else self._pages(slots_N)
+
+    def _clean_free_list(self) -> None:
+        """Takes held pages and second copies out of the allocator's lists."""
+        free_N = self._free_pages()
+        kept_N = self.tags.sound_free_list(free_N)
+        if dropped := free_N.numel() - kept_N.numel():
+            self.counters.quarantined_pages += dropped
+            self.allocator.free_pages, self.allocator.release_pages = kept_N, kept_N[:0]
+
+    def _lost_entries(self) -> Iterator[tuple[Any, int, int]]:
+        """Entries of the prefix cache whose page is another's or nobody's: node, position in pages, page."""
+        for node in self._nodes():
+            pages_N = self._pages(node.value)
+            for at in self.tags.cache_mismatches(pages_N).nonzero().flatten().tolist():
+                yield node, at, int(pages_N[at])
+
+    def _replace(self, node: Any, at: int, lost: int, page: int) -> None:
+        size = self.tags.page_size
+        self.tags.hold(page)
+        self.tags.stand_in(lost, page)
+        node.value[at * size : (at + 1) * size] = self._slots(torch.tensor([page], device=node.value.device))
+        self.counters.quarantined_pages += 1
+
+    def _nodes(self) -> Iterator[Any]:
+        """Nodes of the tree that hold pages. A cache without a tree has none."""
+        root = getattr(self.scheduler.tree_cache, "root_node", None)
+        waiting = list(root.children.values()) if root is not None else []
+        while waiting:
+            node = waiting.pop()
+            waiting.extend(node.children.values())
+            if node.value is not None and len(node.value):
+                yield node
+
+    def _free_pages(self) -> Tensor:
+        return torch.cat([self.allocator.free_pages, self.allocator.release_pages])
+
+    def _pages(self, slots_N: Tensor) -> Tensor:
+        return slots_N[:: self.tags.page_size].long() // self.tags.page_size
+
+    def _slots(self, pages_N: Tensor) -> Tensor:
+        size = self.tags.page_size
+        return (pages_N.long()[:, None] * size + torch.arange(size, device=pages_N.device)).flatten()

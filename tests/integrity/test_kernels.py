@@ -1,0 +1,58 @@
+"""The Triton kernels against the truth: on a GPU, or interpreted, with TRITON_INTERPRET=1 and a numpy before 2.4."""
+
+import os
+
+import pytest
+import torch
+
+from kvq.integrity.table import PageTags, Writes
+from tests.integrity.drive import drive
+from tests.integrity.machine import Machine
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_kernels_never_miss_and_never_cry_wolf(device: str, page_size: int) -> None:
+    from kvq.integrity.kernels import TritonPageTags
+
+    machine = Machine(page_size, tags_class=TritonPageTags, device=device)
+    tally = drive(800, seed=3, page_size=page_size, fault_rate=0.08, machine=machine)
+    assert tally.violations > 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_long_rows_and_prefill_writes_as_in_the_plain_form(device: str, page_size: int) -> None:
+    """Rows longer than a kernel's block, and a batch that writes several tokens for each request."""
+    from kvq.integrity.kernels import TritonPageTags, compile_all
+
+    compile_all(torch.device(device), page_size, 4 * page_size)
+    rows, pages = 5, 2500
+    order = torch.randperm(rows * pages, generator=torch.Generator().manual_seed(1)) + 1
+    slots_RS = (order.view(rows, pages, 1) * page_size + torch.arange(page_size)).flatten(1).int()
+    lengths = [7, 1, 300, 2, 90]
+    results = []
+    for tags_class in (PageTags, TritonPageTags):
+        tags = tags_class(slots_RS.clone().to(device), rows * pages + 1, page_size)
+        index_B = torch.arange(rows, device=device)
+        lens_B = torch.tensor([pages * page_size] * rows, device=device)
+        tags.grow(index_B, torch.zeros_like(lens_B), lens_B, pages)
+        tags.give_to_cache(1, 0, 2000)
+        tags.free(order[[3 * pages + 2049, 3 * pages + 2050, 2]].to(device))
+        tags.slots_RS[2, 2222 * page_size] = 5 * page_size
+        tags.evict(order[pages : pages + 3].to(device))
+        tags.adopt(1, 0, 1500)
+        writes = Writes(torch.arange(1, 401, device=device), torch.tensor(lengths, device=device))
+        verdict_BF = tags.check(index_B, pages, writes=writes)
+        assert writes.slots_T is not None
+        results.append([verdict_BF, writes.slots_T, tags.slots_RS, tags.tag_P, tags.cached_P, tags.record_RJ])
+    for plain, kernel in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, plain, rtol=0, atol=0)
+    assert [bool(row[0]) for row in results[1][0].tolist()[:-1]] == [True, True, True, True, False]
