@@ -6,7 +6,6 @@ reader -> plan -> calibration forward -> solver -> packer -> writer -> manifest
 import hashlib
 import json
 import resource
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,9 +21,10 @@ from kvq.calibration.experts import RoutingRecorder, sort_by_expert
 from kvq.calibration.forward import ModelRunner, check_complete, pick_device
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.index import MANIFEST_NAME
-from kvq.checkpoint.journal import Journal, Step, can_continue
+from kvq.checkpoint.journal import Journal, Step, can_continue, discard, sweep
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
+from kvq.checkpoint.unchanged import SourceWatch, content_digest
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
 from kvq.errors import CalibrationError, CheckpointError, OutputError, QuantizationError, StoppedError
 from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, package_versions
@@ -59,6 +59,7 @@ class Prepared:
     device: torch.device
     target: str
     calibration: Path | None
+    watch: SourceWatch
 
     @property
     def side_files(self) -> list[Path]:
@@ -76,7 +77,9 @@ def prepare(
 ) -> Prepared:
     """Plan the run and check the place to write. Raises the error that the run would die of, before it starts."""
     chosen = pick_device(device)
+    sweep(out, partial_of(out))
     reader = CheckpointReader(source.folder)
+    watch = SourceWatch(source.folder, reader.index.shards)
     plan = resolve_plan(recipe, reader.config, reader.index)
     if calibration is not None and (plan.pass_through or not recipe.needs_calibration):
         plan = replace(
@@ -84,7 +87,7 @@ def prepare(
         )
     if not plan.pass_through:
         check_complete(reader, plan.facts)
-    prepared = Prepared(source, reader, plan, out, chosen, target, calibration)
+    prepared = Prepared(source, reader, plan, out, chosen, target, calibration, watch)
     if out.resolve().is_relative_to(source.folder.resolve()):
         raise OutputError(
             f"{out} lies inside the source {source.folder}, which kvq never changes. Choose another --out."
@@ -123,17 +126,15 @@ def quantize_checkpoint(
     tokens = _load_calibration(prepared)  # before anything is written
     partial = partial_of(prepared.out)
     if restart and partial.exists() and can_continue(partial):
-        shutil.rmtree(partial)
-    if prepared.plan.pass_through:
-        run = Run(prepared, CheckpointWriter(prepared.out), progress, stop=stop)
-        with run.writer:
-            run.copy_shards()
-            return run.finish()
+        discard(partial)
     journal = Journal(partial)
     journal.begin(_fingerprint(prepared, tokens))
     run = Run(prepared, CheckpointWriter(prepared.out, journal), progress, tokens=tokens, stop=stop)
     with run.writer:
-        run.quantize(journal)
+        if prepared.plan.pass_through:
+            run.copy_shards(journal)
+        else:
+            run.quantize(journal)
         return run.finish()
 
 
@@ -151,9 +152,9 @@ def _load_calibration(prepared: Prepared) -> TokenSet | None:
 def _fingerprint(prepared: Prepared, tokens: TokenSet | None) -> dict[str, object]:
     """All that the output depends on. A difference in any of these forbids going on with a run."""
     folder, index = prepared.reader.folder, prepared.reader.index
-    sizes = {shard: (folder / shard).stat().st_size for shard in index.shards}
+    content = content_digest(folder, index.shards)
     layout = {name: [info.shard, info.dtype, info.shape, info.offset] for name, info in sorted(index.tensors.items())}
-    described = json.dumps([sizes, layout, prepared.reader.config], sort_keys=True)
+    described = json.dumps([content, layout, prepared.reader.config], sort_keys=True)
     return {
         "kvq version": __version__,
         "package versions": package_versions(),
@@ -181,16 +182,19 @@ class Run:
     def plan(self) -> QuantPlan:
         return self.prepared.plan
 
-    def copy_shards(self) -> None:
-        """Models that are INT4 already: the same shards under the same names."""
-        reader = self.prepared.reader
-        for number, shard in enumerate(reader.index.shards):
-            self.progress.stage(None, len(reader.index.shards), f"copying {shard}")
-            self.writer.copy_file(reader.folder, Path(shard))
-            self.progress.layer_done(number, len(reader.index.shards))
-            self._stop_if_asked(f"Stopped after shard {number + 1} of {len(reader.index.shards)}.")
-        self.writer.weight_map = {name: tensor.shard for name, tensor in self.plan.tensors.items()}
-        self.writer.total_size = self.plan.output_bytes
+    def copy_shards(self, journal: Journal) -> None:
+        """Models that are INT4 already: the same shards under the same names. Copied ones are taken over."""
+        shards, folder = self.plan.shard_tensors(), self.prepared.reader.folder
+        for number in range(len(journal.steps), len(shards)):
+            shard, tensors = list(shards.items())[number]
+            self.progress.stage(None, len(shards), f"copying {shard}")
+            self.writer.copy_file(folder, Path(shard))
+            self.prepared.watch.check([shard])
+            sizes = {tensor.name: tensor.nbytes for tensor in tensors}
+            self.writer.note_shard(shard, sizes)
+            journal.finish_step(Step(number, shard, self.writer.sha256[shard], sizes, [], None), None)
+            self.progress.layer_done(number, len(shards))
+            self._stop_if_asked(f"Stopped after shard {number + 1} of {len(shards)}.")
 
     def quantize(self, journal: Journal) -> None:
         """Step 0 writes what lies outside the layers, step n + 1 does layer n. Finished steps are taken over."""
@@ -199,7 +203,7 @@ class Run:
         by_layer = {facts.layer_of(tensors[0].name): (shard, tensors) for shard, tensors in shards.items()}
         runner = ModelRunner(reader, self.prepared.device)
         total = facts.num_layers + facts.num_mtp_layers
-        self.results = [ModuleResult(**row) for step in journal.steps for row in step.results]
+        self.results = _results(journal)
         store = None if self.tokens is None else runner.embed(self.tokens.tokens_NS)
         if store is not None and journal.steps and journal.steps[-1].state is not None:
             store.restore(journal.load_state())
@@ -230,6 +234,7 @@ class Run:
     ) -> None:
         """Write the shard, then the record that makes it count."""
         self._write_shard(shard, tensors, solved.tensors)
+        self.prepared.watch.check()
         number = len(journal.steps)
         step = Step(
             number=number,
@@ -324,6 +329,14 @@ class Run:
         self.writer.add_text(MANIFEST_NAME, manifest_text(manifest))
         self.writer.publish()
         return manifest
+
+
+def _results(journal: Journal) -> list[ModuleResult]:
+    """What finished steps have found."""
+    try:
+        return [ModuleResult(**row) for step in journal.steps for row in step.results]
+    except TypeError:
+        raise OutputError(f"{journal.folder}: a step's results are damaged. Add --restart to begin anew.") from None
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:

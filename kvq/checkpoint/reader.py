@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvq.checkpoint.index import CheckpointIndex, load_index, load_json
+from kvq.checkpoint.index import CheckpointIndex, load_config, load_index
 from kvq.errors import CheckpointError
 
 WEIGHT_FILE_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
@@ -15,13 +15,16 @@ FP8_NAN_CODE = 0x7F  # e4m3fn has no infinity; sign aside, this one byte is NaN
 
 
 class CheckpointReader:
-    """A checkpoint folder: config, index, tensors. Files are memory-mapped; a tensor is read when asked for."""
+    """A checkpoint folder: config, index, tensors. A tensor is read when asked for.
+
+    Not by memory-mapping: a file that shrinks or a disk that fails would kill the process with a bus error.
+    """
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder.")
         self.folder = folder
-        self.config: dict[str, Any] = load_json(folder / "config.json")
+        self.config: dict[str, Any] = load_config(folder)
         self.index: CheckpointIndex = load_index(folder)
         self._files: dict[str, Any] = {}
 
@@ -33,7 +36,7 @@ class CheckpointReader:
         info = self.index[name]
         try:
             if info.shard not in self._files:
-                self._files[info.shard] = safe_open(self.folder / info.shard, framework="pt")
+                self._files[info.shard] = safe_open(self.folder / info.shard, framework="pt", backend="pread")
             value: Tensor = self._files[info.shard].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder / info.shard}: cannot read tensor {name} ({error}).") from None

@@ -5,13 +5,18 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Device, Json, print_json
+from kvq.commands.options import Device, Json, print_json, user_path
 
 
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="A quantized checkpoint.")],
-    source: Annotated[Path, typer.Option(help="The checkpoint it was made from.")],
-    data: Annotated[Path, typer.Option(help="Held-out JSON lines with `text`, `messages` or `input_ids`.")],
+    folder: Annotated[Path, typer.Argument(parser=user_path, metavar="FOLDER", help="A quantized checkpoint.")],
+    source: Annotated[Path, typer.Option(parser=user_path, metavar="FOLDER", help="The checkpoint it was made from.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            parser=user_path, metavar="FILE", help="Held-out JSON lines with `text`, `messages` or `input_ids`."
+        ),
+    ],
     max_rows: Annotated[int | None, typer.Option(min=1, help="Rows of the data at most.")] = None,
     max_seq_length: Annotated[int, typer.Option(min=2, help="Tokens of a row at most.")] = 512,
     device: Device = "auto",

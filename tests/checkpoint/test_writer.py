@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import INDEX_NAME, load_index
-from kvq.checkpoint.writer import SPARE_BYTES, CheckpointWriter, bytes_of, check_output, dump_json, sha256_file
+from kvq.checkpoint.writer import SPARE_BYTES, CheckpointWriter, bytes_of, check_output, dump_json
 from kvq.errors import OutputError
 
 TENSORS = {
