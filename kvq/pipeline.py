@@ -21,7 +21,7 @@ from kvq.calibration.experts import RoutingRecorder, sort_by_expert
 from kvq.calibration.forward import ModelRunner, check_complete, pick_device
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.index import MANIFEST_NAME
-from kvq.checkpoint.journal import Journal, Step, can_continue, discard, sweep
+from kvq.checkpoint.journal import Journal, Step, can_continue, discard
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.unchanged import SourceWatch, content_digest
@@ -77,7 +77,6 @@ def prepare(
 ) -> Prepared:
     """Plan the run and check the place to write. Raises the error that the run would die of, before it starts."""
     chosen = pick_device(device)
-    sweep(out, partial_of(out))
     reader = CheckpointReader(source.folder)
     watch = SourceWatch(source.folder, reader.index.shards)
     plan = resolve_plan(recipe, reader.config, reader.index)

@@ -159,8 +159,8 @@ def _tensor(path: Path, shard: str, name: str, entry: Any, start: int) -> Tensor
 
 def _short(value: Any) -> str:
     """Enough of a value to see what is wrong; the whole may be megabytes."""
-    text = repr(value[:8]) if isinstance(value, list | str) else repr(type(value).__name__)
-    return text[:100]
+    short = value[:8] if isinstance(value, list | str) else list(value)[:8] if isinstance(value, dict) else value
+    return repr(short)[:100]
 
 
 def _check_layout(path: Path, tensors: list[TensorInfo], start: int, size: int) -> None:

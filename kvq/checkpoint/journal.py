@@ -141,7 +141,10 @@ class Journal:
         if state is not None:
             assert step.state is not None
             path = self.folder / step.state
-            save_file(dict(state), path)
+            try:
+                save_file(dict(state), path)
+            except SafetensorError as error:  # how the library reports a full disk
+                raise OutputError(f"{path}: writing failed ({error}).") from error
             _sync(path)
             step = replace(step, state_sha256=sha256_file(path))
         self._write(self.folder / f"step-{step.number:05d}.json", asdict(step))

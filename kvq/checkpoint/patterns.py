@@ -32,7 +32,7 @@ def pattern_problem(entry: str) -> str | None:
     try:
         regex.compile(entry.removeprefix(REGEX))
     except (regex.error, ValueError, OverflowError, RecursionError, KeyError) as error:
-        return f"not a regular expression ({error or type(error).__name__})"
+        return f"no regular expression ({error or type(error).__name__})"
     return None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import INDEX_NAME
-from kvq.checkpoint.journal import Journal, Step, can_continue, sync_folder
+from kvq.checkpoint.journal import Journal, Step, can_continue, sweep, sync_folder
 from kvq.errors import KvqError, OutputError
 
 SPARE_BYTES = 64 * 2**20  # manifest, index, file-system overhead
@@ -30,11 +30,15 @@ def dump_json(value: Any) -> str:
 
 
 def check_output(out: Path, needed_bytes: int) -> None:
-    """Refuse, before anything is read, an output that exists already or a disk that cannot hold it."""
+    """Refuse, before anything is read, an output that exists already or a disk that cannot hold it.
+
+    Clears what a run left that was cut off when its output was whole already.
+    """
     if out.name in ("", ".."):
         raise OutputError(f"{out} is not the name of a new folder. Choose another --out.")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise OutputError(f"{out} exists and is not a folder. Choose another --out.")
+    sweep(out, partial_of(out))
     if out.is_dir() and any(out.iterdir()):
         raise OutputError(f"{out} is not empty; kvq never overwrites a checkpoint. Choose another --out or remove it.")
     partial = partial_of(out)

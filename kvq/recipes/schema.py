@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
@@ -138,6 +139,12 @@ class _PlainLoader(yaml.SafeLoader):
         if twice:
             raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 takes 5e-2 for a text, as it has no dot.
+_PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+([.][0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def _read_yaml(text: str) -> Any:
