@@ -202,7 +202,7 @@ class Run:
         by_layer = {facts.layer_of(tensors[0].name): (shard, tensors) for shard, tensors in shards.items()}
         runner = ModelRunner(reader, self.prepared.device)
         total = facts.num_layers + facts.num_mtp_layers
-        self.results = _results(journal)
+        self.results = step_results(journal)
         store = None if self.tokens is None else runner.embed(self.tokens.tokens_NS)
         if store is not None and journal.steps and journal.steps[-1].state is not None:
             store.restore(journal.load_state())
@@ -330,7 +330,7 @@ class Run:
         return manifest
 
 
-def _results(journal: Journal) -> list[ModuleResult]:
+def step_results(journal: Journal) -> list[ModuleResult]:
     """What finished steps have found."""
     try:
         return [ModuleResult(**row) for step in journal.steps for row in step.results]
