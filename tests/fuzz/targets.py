@@ -25,7 +25,7 @@ from kvq.verify.checks import verify_checkpoint
 from kvq.verify.inspection import inspect_folder
 from kvq.verify.structure import check_files, load_manifest
 from tests.checkpoints import TINY, make_checkpoint, read_json
-from tests.fuzz.hostile import as_json, byte_edits, edited, edits, values, with_bytes
+from tests.fuzz.hostile import as_json, edited, edits
 from tests.runs import quantize, write_calibration
 
 YAML_PIECES = (
@@ -149,12 +149,12 @@ def setting(folder: Path) -> Target:
 def calibration(folder: Path) -> Target:
     make_checkpoint(folder, "kimi_k2", "bf16", SMALL)
     place = folder / "data.jsonl"
-    row: Any = {"input_ids": list(range(20)), "text": "a b", "messages": [{"role": "user", "content": "hi"}], "tools": [{}]}
-    chat = {"messages": row["messages"], "tools": [{"function": {"name": "f"}}]}
+    messages = [{"role": "user", "content": "hi"}]
+    row: Any = {"input_ids": list(range(20)), "text": "a b", "messages": messages, "tools": [{}]}
+    chat = {"messages": messages, "tools": [{"function": {"name": "f"}}]}
 
     def make(draw: Random) -> bytes:
-        return b"
-".join(document(draw, draw.choice((row, chat))) for _ in range(draw.randint(1, 3)))
+        return b"\n".join(document(draw, draw.choice((row, chat))) for _ in range(draw.randint(1, 3)))
 
     read = _writes(place, lambda: load_packed(folder, SMALL.vocab_size, place, 2, 16))
     return Target("calibration data", folder, make, read, 0.12)
