@@ -25,7 +25,7 @@ from kvq.verify.checks import verify_checkpoint
 from kvq.verify.inspection import inspect_folder
 from kvq.verify.structure import check_files, load_manifest
 from tests.checkpoints import TINY, make_checkpoint, read_json
-from tests.fuzz.hostile import as_json, edited, edits
+from tests.fuzz.hostile import Edit, as_json, document, edited, edits, spoiled, value
 from tests.runs import quantize, write_calibration
 
 YAML_PIECES = (
@@ -220,9 +220,11 @@ def journal(folder: Path) -> Target:
         finally:
             opened.close()
 
-    inputs = st.one_of(
-        edits.map(lambda changes: record(edited(step, changes))), _documents({"record": step, "sha256": ""})
-    )
+    def make(draw: Random) -> bytes:
+        if draw.randrange(3):
+            return record(edited(step, edits(draw)))
+        return document(draw, {"record": step, "sha256": ""})
+
     return Target("journal", folder, make, read, 0.1)
 
 
