@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from kvq.errors import RecipeError
 
@@ -62,6 +62,15 @@ class Recipe(BaseModel):
     """Sequences at most; the data may hold fewer."""
     max_seq_length: int = Field(default=2048, ge=8)
     """Tokens per sequence. Samples are packed without padding."""
+
+    @field_validator("num_bits", "group_size", "block_size", "symmetric", mode="before")
+    @classmethod
+    def _of_its_own_type(cls, value: Any, field: ValidationInfo) -> Any:
+        """A choice is met by its own type only: 32.0 is no group size, 1 is no yes."""
+        kind = bool if field.field_name == "symmetric" else int
+        if type(value) is not kind:
+            raise ValueError(f"expected {'true' if kind is bool else 'a whole number'}")
+        return value
 
     @property
     def needs_calibration(self) -> bool:

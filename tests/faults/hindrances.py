@@ -43,11 +43,11 @@ class Trials:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.straight = bench.straight
-        self.source_calls = bench.run(where=bench.source).calls
+        first = bench.run(where=bench.source)
+        self.source_calls, self.stages = first.calls, first.stages
         bench.remove_output()
         self.output_calls = bench.run(where=bench.out.parent).calls
         bench.remove_output()
-        self.stages = _count_stages(bench)
 
     def trial(self, hinder: Hindered, draw: Random) -> int:
         """The exit code of the hindered run; raises AssertionError when it or the repair is not as it should be."""
@@ -65,19 +65,6 @@ class Trials:
         assert self.bench.left_over() in ([], ["out.partial.journal"]), (self.bench.left_over(), told)
         subprocess.run(["rm", "-rf", self.bench.parked], check=True)
         return ended.code
-
-
-def _count_stages(bench: Bench) -> int:
-    """How many things a run tells."""
-    log = bench.folder / "stages"
-    log.write_text("")
-
-    def note(number: int) -> None:
-        log.write_text(str(number + 1))
-
-    bench.run(at_stage=note)
-    bench.remove_output()
-    return int(log.read_text())
 
 
 def full_disk(trials: Trials, draw: Random) -> Ended:
@@ -159,7 +146,7 @@ def full_tmpfs(trials: Trials, draw: Random) -> Ended:
             again = trials.bench.run()
             assert again.code == 0, (again, ended)
         assert trials.bench.remove_output() == trials.straight, ended
-    return Ended(ended.code, ended.words, ended.log, ended.stage)
+    return ended
 
 
 @contextmanager

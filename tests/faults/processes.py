@@ -59,15 +59,22 @@ class Fault:
     times: int = FOREVER
 
 
+def die_in(seconds: float) -> None:
+    """Let this process be killed after a while, whatever it does then."""
+    shim: Any = ctypes.CDLL(None)
+    shim.faults_die_in(ctypes.c_long(round(seconds * 1e6)))
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a process ended: its exit code (minus the signal if one ended it), what it wrote, the shim's words, the last
-    stage that it announced, its calls by kind."""
+    stage that it announced, the number of stages, its calls by kind."""
 
     code: int
     words: str
     log: str
     stage: str
+    stages: int
     calls: dict[int, int] = field(default_factory=dict)
 
 
@@ -150,7 +157,7 @@ class Bench:
         log = "; ".join(line for line in lines if not line.startswith("stage "))
         return Ended(
             os.waitstatus_to_exitcode(status), self._words.read_text(errors="replace"), log,
-            stages[-1] if stages else "", dict(zip(KINDS.values(), numbers, strict=False)),
+            stages[-1] if stages else "", len(stages), dict(zip(KINDS.values(), numbers, strict=False)),
         )  # fmt: skip
 
     def _be_kvq(

@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/sendfile.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -35,6 +36,13 @@ void faults_arm(const char *where, unsigned which, long n, int number, long time
     count = 0, kinds = which, at = n, error_number = number, failures_left = times, log_fd = log;
 }
 long faults_seen(unsigned kind) { return seen[kind]; }
+static void die(int number) { kill(getpid(), SIGKILL); }
+/* Die at a moment, whatever the process is at. */
+void faults_die_in(long microseconds) {
+    struct itimerval once = {{0, 0}, {microseconds / 1000000, microseconds % 1000000 + 1}};
+    signal(SIGALRM, die);
+    setitimer(ITIMER_REAL, &once, NULL);
+}
 void faults_clock(unsigned long seed) { clock_state = seed; }
 
 static int below(const char *path) { return path && *folder && !strncmp(path, folder, strlen(folder)); }

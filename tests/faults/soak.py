@@ -2,7 +2,7 @@
 
 A chain kills a run, then the run that goes on, and so on until one comes to its end: its output must have the bytes of
 a run that nobody disturbed. Half of the points are calls (the n-th read, write, fsync, rename, ...), a write being cut
-in half; the others are moments.
+in half; the others are moments, most of them within a stage of the run.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from tests.faults.processes import KINDS, MODELS, Bench, Ended, Fault, chances, enter_preloaded
+from tests.faults.processes import KINDS, MODELS, Bench, Ended, Fault, chances, die_in, enter_preloaded
 
 SIGKILLED = -9
 
@@ -44,6 +44,7 @@ class Soak:
         assert first.code == 0, first.words
         self.seconds = time.monotonic() - started
         self.calls = first.calls
+        self.stages = first.stages
         assert bench.remove_output() == bench.straight
         self.killed: Counter[str] = Counter()
         self.resumed = 0
@@ -64,8 +65,12 @@ class Soak:
         self._finish(story)
 
     def _killed_run(self, draw: Random) -> Ended:
-        if draw.random() < 0.5:
+        choice = draw.random()
+        if choice < 0.1:
             return self.bench.run(kill_after=draw.uniform(0, self.seconds))
+        if choice < 0.5:
+            stage, seconds = draw.randrange(self.stages), draw.uniform(0, self.seconds / self.stages)
+            return self.bench.run(at_stage=lambda number: die_in(seconds) if number == stage else None)
         kind = draw.choice([bit for bit in KINDS.values() if self.calls[bit]])
         return self.bench.run(Fault(kind, draw.randint(1, self.calls[kind])))
 

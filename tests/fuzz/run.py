@@ -47,15 +47,10 @@ def fuzz(target: Target, guard: Guard, inputs: int, seed_number: int) -> dict[st
         for _ in range(BLOCK):
             read(draw)
 
-    examples = max(1, inputs // (2 * BLOCK))
+    examples = max(1, inputs // BLOCK - min(200, inputs // 2) // BLOCK)
     before, started = peak_megabytes(), time.monotonic()
     # Drawn through hypothesis, a failure is reduced; from a seed that it draws, a hundred times as many are read.
-    _given(
-        st.randoms(use_true_random=False),
-        max(1, inputs - examples * BLOCK) if inputs < 1000 else 200,
-        seed_number,
-        read,
-    )
+    _given(st.randoms(use_true_random=False), min(200, inputs // 2), seed_number, read)
     while counts["inputs"] < inputs:
         _given(st.randoms(use_true_random=True), examples, seed_number + counts["inputs"], block)
     grown = peak_megabytes() - before
