@@ -169,12 +169,15 @@ def no_mtp(folder: Path) -> None:
     drop(*names)(folder)
 
 
+def no_shards(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+
+
 SHARD = "model-0000"
 SHARDS: dict[str, Broken] = {
-    "missing shard": Broken(on_shard(Path.unlink), ("shards are missing", SHARD, AGAIN)),
-    "no shards": Broken(
-        lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], ("shards are missing", SHARD, AGAIN)
-    ),
+    "missing shard": Broken(on_shard(os.remove), ("shards are missing", SHARD, AGAIN)),
+    "no shards": Broken(no_shards, ("shards are missing", SHARD, AGAIN)),
     "truncated": Broken(lambda folder: truncate_shard(folder, EXPERT), (SHARD, "truncated", AGAIN)),
     "four bytes": Broken(on_shard(lambda path: path.write_bytes(b"abcd")), (SHARD, "not a whole safetensors", AGAIN)),
     "empty": Broken(on_shard(lambda path: path.write_bytes(b"")), (SHARD, "not a whole safetensors", AGAIN)),
@@ -203,6 +206,9 @@ SHARDS: dict[str, Broken] = {
     ),
     "shape is another": Broken(
         in_header(lambda header: header[EXPERT].update(shape=[64, 32])), (SHARD, EXPERT, "needs 2048 bytes", AGAIN)
+    ),
+    "endless name": Broken(
+        in_header(lambda header: header.update({"x" * 5000: header.pop(EXPERT)})), (SHARD, "5000 characters", AGAIN)
     ),
     "unknown dtype": Broken(
         in_header(lambda header: header[EXPERT].update(dtype="F8_E3M4")), (SHARD, EXPERT, "F8_E3M4")
@@ -276,6 +282,13 @@ CONFIGS: dict[str, Broken] = {
     "huge pattern": Broken(
         set_quantization(modules_to_not_convert=["re:" + "a?" * 9999]), (CONFIG, "characters", AGAIN)
     ),
+    "pattern of a billion": Broken(
+        set_quantization(modules_to_not_convert=["re:a{999999999}"]), (CONFIG, "a{999999999}", "multiply", AGAIN)
+    ),
+    "nested repetitions": Broken(
+        set_quantization(modules_to_not_convert=["re:((a{99}){99}){99}"]), (CONFIG, "multiply", AGAIN)
+    ),
+    "recursive pattern": Broken(set_quantization(modules_to_not_convert=["re:(?R)"]), (CONFIG, "(?R)", AGAIN)),
     "one group, no type": Broken(set_group(type=None), (CONFIG, "not supported", "Start from"), source="glm-4.7"),
     "FP8 per tensor": Broken(set_group(strategy="tensor"), (CONFIG, "'tensor'", "channel and block"), source="glm-4.7"),
     "asymmetric INT4": Broken(set_group(symmetric=False), (CONFIG, "symmetric"), source="kimi-k2.5"),

@@ -16,6 +16,7 @@ from kvq.checkpoint.untrusted import check_regular, parse_json
 from kvq.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
+MAX_NAME = 4096
 SIZE_LIMIT = 2**60
 
 DTYPE_BITS = {
@@ -139,6 +140,8 @@ def _are_sizes(values: Any) -> bool:
 def _tensor(path: Path, shard: str, name: str, entry: Any, start: int) -> TensorInfo:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: header entry {name!r} is not an object. Download this shard again.")
+    if len(name) > MAX_NAME:
+        raise CheckpointError(f"{path}: a tensor's name has {len(name)} characters. Download this shard again.")
     dtype: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")

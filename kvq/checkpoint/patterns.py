@@ -3,6 +3,8 @@
 A pattern is a stranger's program. `regex` understands what `re` does and can give up: `(a+)+$` would run for hours.
 """
 
+import math
+import re
 import time
 from collections.abc import Collection, Iterable
 
@@ -11,8 +13,10 @@ import regex
 from kvq.errors import CheckpointError
 
 REGEX = "re:"
-SECONDS = 60.0  # for all patterns and names; an honest pattern needs a microsecond for a name
+SECONDS = 20.0  # for all patterns and names; an honest pattern needs a microsecond for a name
 MAX_LENGTH = 10_000
+MAX_REPEATS = 10_000
+REPETITION = re.compile(r"\{(\d{0,9}),?(\d{0,9})\d*\}")
 
 
 def check_patterns(entries: Iterable[str], place: object) -> None:
@@ -29,11 +33,20 @@ def pattern_problem(entry: str) -> str | None:
         return None
     if len(entry) > MAX_LENGTH:
         return f"the expression has {len(entry)} characters, more than {MAX_LENGTH}"
+    pattern = entry.removeprefix(REGEX)
     try:
-        regex.compile(entry.removeprefix(REGEX))
-    except (regex.error, ValueError, OverflowError, RecursionError, KeyError) as error:
-        return f"no regular expression ({error or type(error).__name__})"
+        re.compile(pattern)  # before `regex`, which also knows recursion
+        if _repeats(pattern) > MAX_REPEATS:
+            return f"its repetitions multiply to more than {MAX_REPEATS}"
+        regex.compile(pattern)
+    except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
+        return f"no regular expression ({error})"
     return None
+
+
+def _repeats(pattern: str) -> int:
+    """Product of all counts in braces: `regex` writes each repetition out, `((a{99}){99}){99}` a million times."""
+    return math.prod(max(1, *map(int, filter(None, counts))) for counts in REPETITION.findall(pattern))
 
 
 def matching(entries: Iterable[str], modules: Collection[str]) -> dict[str, set[str]]:

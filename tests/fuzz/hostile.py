@@ -17,7 +17,8 @@ SECRET = "outside"  # a folder beside those that a target may touch
 NAMES = (
     f"../{SECRET}/secret", f"../{SECRET}/x.safetensors", "/etc/passwd", "/dev/zero", "..", ".", "", "a/b", "a\0b",
     "\ud800", "x" * 300, "model.safetensors", "\x1b[31m\n", "\u202e", "kvq-manifest.json",
-    "re:(", "re:(a+)+$", "re:a{999999999}", "\u00e4", "a", "0", "-1", "[]", "null", "fp8", "gptq",
+    "re:(", "re:(a+)+$", "re:a{999999999}", "re:((a{99}){99}){99}",
+    "re:(?R)", "\u00e4", "a", "0", "-1", "[]", "null", "fp8", "gptq",
 )  # fmt: skip
 NUMBERS = (0, 1, -1, 2, 3, 64, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, 1e-320, True, False, None)
 RAW = ("NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "[" * 2000, '{"a":' * 1500, '"\\ud800"', "", "nul", "'a'")

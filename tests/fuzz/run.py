@@ -6,6 +6,7 @@ outside the target's folder opened or changed, nothing executed or unpickled.
 
 import argparse
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from tests.fuzz.targets import Target, all_targets
 
 MAX_MORE_MEGABYTES = 300
 BLOCK = 50
+ADDRESS_SPACE = 8 * 2**30
 
 
 def fuzz(target: Target, guard: Guard, inputs: int, seed_number: int) -> dict[str, Any]:
@@ -81,12 +83,18 @@ def run(scratch: Path, inputs: int, seed_number: int, only: str = "") -> list[di
     return reports
 
 
+def _limit_memory() -> None:
+    """What would take all of the machine's memory shall end as a MemoryError."""
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="targets whose name holds this")
     arguments = parser.parse_args()
+    _limit_memory()
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
         reports = run(Path(scratch), arguments.inputs, arguments.seed, arguments.only)
