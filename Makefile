@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 DEMO_SOURCE = examples/tiny-glm-5-fp8
 DEMO_OUT = demo-out/tiny-glm-5-int4
 
-.PHONY: demo test style quality unit test-gpu build clean
+.PHONY: demo test style quality unit test-gpu soak fuzz build clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "kvq needs Python 3.11 to 3.13, found " + sys.version.split()[0] + "; give one with make PYTHON=python3.12 ...")'
@@ -33,6 +33,19 @@ unit: $(VENV)/installed
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu
+
+# Longer than what the tests run; other seeds give other points and inputs. soak needs a C compiler (cc).
+SEED ?= 1
+POINTS ?= 1000
+TRIALS ?= 200
+INPUTS ?= 200000
+
+soak: $(VENV)/installed
+	$(BIN)/python -m tests.faults.soak --points $(POINTS) --seed $(SEED) --scratch "$$(mktemp -d)"
+	$(BIN)/python -m tests.faults.hindrances --trials $(TRIALS) --seed $(SEED) --scratch "$$(mktemp -d)"
+
+fuzz: $(VENV)/installed
+	$(BIN)/python -m tests.fuzz.run --inputs $(INPUTS) --seed $(SEED)
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .
