@@ -8,7 +8,7 @@ DEMO_SOURCE = examples/tiny-glm-5-fp8
 DEMO_OUT = demo-out/tiny-glm-5-int4
 SGLANG_VERSIONS = 0.5.17 0.5.23
 
-.PHONY: demo test style quality unit kernels contract test-gpu page-tags-million build test-build clean
+.PHONY: demo test style quality unit kernels contract test-gpu soak fuzz page-tags-million build test-build clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "kvq needs Python 3.11 to 3.13, found " + sys.version.split()[0] + "; give one with make PYTHON=python3.12 ...")'
@@ -62,6 +62,19 @@ test-gpu: $(VENV)/installed
 
 page-tags-million: $(VENV)/installed
 	$(BIN)/python -m tests.integrity.drive 1000000
+
+# Longer than what the tests run; other seeds give other points and inputs. soak needs a C compiler (cc).
+SEED ?= 1
+POINTS ?= 1000
+TRIALS ?= 200
+INPUTS ?= 200000
+
+soak: $(VENV)/installed
+	$(BIN)/python -m tests.faults.soak --points $(POINTS) --seed $(SEED) --scratch "$$(mktemp -d)"
+	$(BIN)/python -m tests.faults.hindrances --trials $(TRIALS) --seed $(SEED) --scratch "$$(mktemp -d)"
+
+fuzz: $(VENV)/installed
+	$(BIN)/python -m tests.fuzz.run --inputs $(INPUTS) --seed $(SEED)
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .

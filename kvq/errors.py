@@ -18,12 +18,28 @@ Every message names the place, what was found and what to do. The number is the 
 
 OUT_OF_MEMORY = 9
 INTERRUPTED = 130
+MAX_MESSAGE = 2000
+KEPT_END = 500  # of a longer one: what to do stands at the end
 
 
 class KvqError(Exception):
     """Base of all errors that a person can act on; `kvq` prints it as one sentence, without a traceback."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """One printable line: a damaged or hostile file may have control characters, or megabytes, for a name."""
+        text = printable_line(super().__str__())
+        if len(text) > MAX_MESSAGE:
+            text = f"{text[: MAX_MESSAGE - KEPT_END]} [...] {text[-KEPT_END:]}"
+        return text
+
+
+def printable_line(text: str) -> str:
+    """The text with what a terminal would act on, or UTF-8 cannot hold, written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 class RecipeError(KvqError):

@@ -6,7 +6,6 @@ reader -> plan -> calibration forward -> solver -> packer -> writer -> manifest
 import hashlib
 import json
 import resource
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,9 +23,10 @@ from kvq.calibration.rows import Place
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.desk import WritingDesk
 from kvq.checkpoint.index import MANIFEST_NAME
-from kvq.checkpoint.journal import Journal, Step, can_continue, keeps_state
+from kvq.checkpoint.journal import Journal, Step, can_continue, discard, keeps_state
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
+from kvq.checkpoint.unchanged import SourceWatch, content_digest
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
 from kvq.errors import CalibrationError, CheckpointError, OutputError, QuantizationError, StoppedError
 from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, package_versions, printable
@@ -66,6 +66,7 @@ class Prepared:
     device: torch.device
     target: str
     calibration: Place | None
+    watch: SourceWatch
 
     @property
     def side_files(self) -> list[Path]:
@@ -84,6 +85,7 @@ def prepare(
     """Plan the run and check the place to write. Raises the error that the run would die of, before it starts."""
     chosen = pick_device(device)
     reader = CheckpointReader(source.folder)
+    watch = SourceWatch(source.folder, reader.index.shards)
     plan = resolve_plan(recipe, reader.config, reader.index)
     if calibration is not None and (plan.pass_through or not recipe.needs_calibration):
         plan = replace(
@@ -91,7 +93,7 @@ def prepare(
         )
     if not plan.pass_through:
         check_complete(reader, plan.facts)
-    prepared = Prepared(source, reader, plan, out, chosen, target, calibration)
+    prepared = Prepared(source, reader, plan, out, chosen, target, calibration, watch)
     if out.resolve().is_relative_to(source.folder.resolve()):
         raise OutputError(
             f"{out} lies inside the source {source.folder}, which kvq never changes. Choose another --out."
@@ -130,17 +132,15 @@ def quantize_checkpoint(
     tokens = _load_calibration(prepared)  # before anything is written
     partial = partial_of(prepared.out)
     if restart and partial.exists() and can_continue(partial):
-        shutil.rmtree(partial)
-    if prepared.plan.pass_through:
-        run = Run(prepared, CheckpointWriter(prepared.out), progress, stop=stop)
-        with run.writer:
-            run.copy_shards()
-            return run.finish()
+        discard(partial)
     journal = Journal(partial)
     journal.begin(_fingerprint(prepared, tokens))
     run = Run(prepared, CheckpointWriter(prepared.out, journal), progress, tokens=tokens, stop=stop)
     with run.writer:
-        run.quantize(journal)
+        if prepared.plan.pass_through:
+            run.copy_shards(journal)
+        else:
+            run.quantize(journal)
         return run.finish()
 
 
@@ -158,9 +158,9 @@ def _load_calibration(prepared: Prepared) -> TokenSet | None:
 def _fingerprint(prepared: Prepared, tokens: TokenSet | None) -> dict[str, object]:
     """All that the output depends on. A difference in any of these forbids going on with a run."""
     folder, index = prepared.reader.folder, prepared.reader.index
-    sizes = {shard: (folder / shard).stat().st_size for shard in index.shards}
+    content = content_digest(folder, index.shards)
     layout = {name: [info.shard, info.dtype, info.shape, info.offset] for name, info in sorted(index.tensors.items())}
-    described = json.dumps([sizes, layout, prepared.reader.config], sort_keys=True)
+    described = json.dumps([content, layout, prepared.reader.config], sort_keys=True)
     return {
         "kvq version": __version__,
         "package versions": package_versions(),
@@ -192,16 +192,19 @@ class Run:
     def plan(self) -> QuantPlan:
         return self.prepared.plan
 
-    def copy_shards(self) -> None:
-        """Models that are INT4 already: the same shards under the same names."""
-        reader = self.prepared.reader
-        for number, shard in enumerate(reader.index.shards):
-            self.progress.stage(None, len(reader.index.shards), f"copying {shard}")
-            self.writer.copy_file(reader.folder, Path(shard))
-            self.progress.layer_done(number, len(reader.index.shards))
-            self._stop_if_asked(f"Stopped after shard {number + 1} of {len(reader.index.shards)}.")
-        self.writer.weight_map = {name: tensor.shard for name, tensor in self.plan.tensors.items()}
-        self.writer.total_size = self.plan.output_bytes
+    def copy_shards(self, journal: Journal) -> None:
+        """Models that are INT4 already: the same shards under the same names. Copied ones are taken over."""
+        shards, folder = self.plan.shard_tensors(), self.prepared.reader.folder
+        for number in range(len(journal.steps), len(shards)):
+            shard, tensors = list(shards.items())[number]
+            self.progress.stage(None, len(shards), f"copying {shard}")
+            self.writer.copy_file(folder, Path(shard))
+            self.prepared.watch.check([shard])
+            sizes = {tensor.name: tensor.nbytes for tensor in tensors}
+            self.writer.note_shard(shard, sizes)
+            journal.finish_step(Step(number, shard, self.writer.sha256[shard], sizes, [], None), None)
+            self.progress.layer_done(number, len(shards))
+            self._stop_if_asked(f"Stopped after shard {number + 1} of {len(shards)}.")
 
     def quantize(self, journal: Journal) -> None:
         """Step 0 writes what lies outside the layers, step n + 1 does layer n. Finished steps are taken over."""
@@ -210,7 +213,7 @@ class Run:
         by_layer = {facts.layer_of(tensors[0].name): (shard, tensors) for shard, tensors in shards.items()}
         runner = ModelRunner(reader, self.prepared.device)
         total = facts.num_layers + facts.num_mtp_layers
-        self.results = [ModuleResult(**row) for step in journal.steps for row in step.results]
+        self.results = step_results(journal)
         store = None if self.tokens is None else runner.embed(self.tokens.tokens_NS)
         if store is not None and journal.steps and journal.steps[-1].state is not None:
             store.restore(journal.load_state())
@@ -258,6 +261,7 @@ class Run:
         written = {tensor.name: self._make(tensor, solved.tensors) for tensor in tensors}
         solved.tensors.clear()
         self.writer.add_shard(shard, written)
+        self.prepared.watch.check()
         kept = store if store is not None and keeps_state(number, store.nbytes) else None
         step = Step(
             number=number,
@@ -365,6 +369,14 @@ class Run:
         served = served_from_plan(plan, output_kinds(plan), source.folder, self.prepared.reader.config, name)
         for file, text in default_serving(served).items():
             self.writer.add_text(f"{SERVING_FOLDER}/{file}", text)
+
+
+def step_results(journal: Journal) -> list[ModuleResult]:
+    """What finished steps have found."""
+    try:
+        return [ModuleResult(**row) for step in journal.steps for row in step.results]
+    except TypeError:
+        raise OutputError(f"{journal.folder}: a step's results are damaged. Add --restart to begin anew.") from None
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 import kvq
+from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import MANIFEST_NAME
 from kvq.checkpoint.source import resolve_source
-from kvq.checkpoint.writer import dump_json, sha256_file
+from kvq.checkpoint.writer import dump_json
 from kvq.pipeline import prepare, quantize_checkpoint
 from kvq.recipes.schema import load_recipe, override
 from tests.checkpoints import TINY, Json, Options, Tiny, make_checkpoint, preset, read_json

@@ -43,6 +43,7 @@ DOORS = {
     "sglang": tuple(f"integrity/{name}.py" for name in ("plugin", "hooks", "incidents")),
     "triton": ("quantize/triton_kernels.py", "integrity/kernels.py"),
     "prometheus_client": ("integrity/counters.py",),
+    "regex": ("checkpoint/patterns.py",),
     "jinja2": ("calibration/dataset.py",),
     "rich": tuple(
         f"console/{name}.py"

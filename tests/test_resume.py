@@ -203,6 +203,60 @@ def test_second_signal_stops_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert "a second signal stops at once" in capfd.readouterr().err
 
 
+def other_weights(bench: Bench) -> None:
+    """The same names, shapes and sizes, as a later training of the same model has them."""
+    make_checkpoint(bench.source, "kimi_k2", "fp8_block", DIMS["kimi_k2"], seed=1, block_size=(32, 32))
+
+
+def damage_journal(name: str, change: Callable[[bytes], bytes]) -> Callable[[Bench], None]:
+    def damage(bench: Bench) -> None:
+        (path,) = (bench.partial / FOLDER).glob(name)
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (other_weights, "another source files"),
+        (damage_journal("step-00001.json", lambda data: data.replace(b"solved", b"sulved", 1)), "is damaged"),
+        (damage_journal("step-00001.json", lambda data: data[:-9]), "not valid JSON"),
+        (damage_journal("state-*", lambda data: data[:-1] + bytes([data[-1] ^ 1])), "has changed since it was written"),
+        (damage_journal("fingerprint.json", lambda data: data.replace(b"sglang", b"sglanf")), "is damaged"),
+    ],
+)
+def test_damage_between_two_runs_is_refused(tmp_path: Path, damage: Callable[[Bench], None], says: str) -> None:
+    bench = Bench(tmp_path, "kimi_k2")
+    with pytest.raises(Cut):
+        bench.run(CutAt(12))
+    damage(bench)
+    with pytest.raises(OutputError, match=f"{says}.*--restart"):
+        bench.run(Quiet())
+    assert not bench.out.exists()
+    bench.run(Quiet(), restart=True)
+    assert bench.out.exists() and not bench.partial.exists()
+
+
+def test_restart_that_is_cut_off_can_be_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a cut-off `--restart` has left, nothing of the old run is believed afterwards."""
+    bench = Bench(tmp_path, "kimi_k2")
+    bench.run(Quiet(), "dampening_frac=0.02")
+    straight = bench.remove_output()
+    for number in range(60):
+        if not bench.partial.exists():
+            with pytest.raises(Cut):
+                bench.run(CutAt(12))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", dying(os.unlink, number))
+            try:
+                bench.run(Quiet(), "dampening_frac=0.02", restart=True)
+            except Cut:
+                continue
+            break
+    assert number > 3 and bench.contents() == straight
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_process(tmp_path: Path, number: signal.Signals) -> None:

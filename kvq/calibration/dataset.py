@@ -118,7 +118,9 @@ class RowEncoder:
 
         try:
             text = self._tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        except (
+            TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+        ) as error:  # fmt: skip
             raise CalibrationError(
                 f"{place}: the model's chat template cannot render these messages ({type(error).__name__}: {error})."
             ) from None

@@ -59,6 +59,8 @@ def check_complete(reader: CheckpointReader, facts: ModelFacts) -> None:
     prefix, vocab_size = facts.arch.prefix, int(facts.text_config["vocab_size"])
     _expect_shape(reader, f"{prefix}model.norm.weight", (facts.hidden_size,))
     _expect_shape(reader, f"{prefix}model.embed_tokens.weight", (vocab_size, facts.hidden_size))
+    if not facts.text_config.get("tie_word_embeddings"):
+        _expect_shape(reader, f"{prefix}lm_head.weight", (vocab_size, facts.hidden_size))
 
 
 def _mtp_shapes(hidden: int) -> dict[str, tuple[int, ...]]:

@@ -31,7 +31,9 @@ def load_tokenizer(folder: Path) -> Any:
 
             return load_kimi_tokenizer(folder)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (CalibrationError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001  tokenizers raises plain Exception, transformers whatever a file provokes
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CalibrationError(
             f"{folder}: the tokenizer cannot be loaded ({reason}); the checkpoint's own code is never run. "
@@ -59,6 +61,7 @@ def build_config(facts: ModelFacts, place: Path) -> Any:
         if isinstance(entries, list) and entries:
             setattr(config, key, [*entries[: facts.num_layers], *[filler or entries[-1]] * facts.num_mtp_layers])
     config._attn_implementation = "sdpa"
+    config.name_or_path = str(place)  # for messages
     return config
 
 
@@ -76,7 +79,10 @@ def build_layer(arch: Architecture, config: Any, layer: int) -> Any:
             module = getattr(_modeling(arch), f"{arch.class_prefix}DecoderLayer")(config, layer)
     except (KeyError, ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise CheckpointError(f"config.json: transformers cannot build layer {layer} from it ({reason}).") from None
+        raise CheckpointError(
+            f"{Path(config.name_or_path) / 'config.json'}: transformers cannot build layer {layer} from it ({reason}). "
+            "Download config.json again."
+        ) from None
     return module.eval()
 
 

@@ -21,6 +21,13 @@ MOE_KEYS = (
     "hidden_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "num_hidden_layers",
     "first_k_dense_replace", "vocab_size", "num_attention_heads", "rms_norm_eps", "routed_scaling_factor",
 )  # fmt: skip
+REAL_KEYS = ("rms_norm_eps", "routed_scaling_factor")  # all others are counts
+OPTIONAL_COUNTS = (
+    "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings", "n_shared_experts", "n_group",
+    "topk_group",
+)  # fmt: skip
+MAX_COUNT = 2**31 - 1
+MAX_LOOPED = 100_000  # layers or experts: what kvq counts through
 MLA_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -48,7 +55,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             float32=("e_score_correction_bias", "indexer.weights_proj.weight"),
         ),
         Architecture(
-            "glm4_moe", "GLM-4.5/4.6/4.7", "glm4_moe", "gqa", "Glm4Moe", required=(*MOE_KEYS, "num_key_value_heads"),
+            "glm4_moe", "GLM-4.5/4.6/4.7", "glm4_moe", "gqa", "Glm4Moe", 
+            required=(*MOE_KEYS, "num_key_value_heads", "head_dim"),
         ),
         Architecture("deepseek_v3", "DeepSeek-V3", "deepseek_v3", "mla", "DeepseekV3", required=(*MOE_KEYS, *MLA_KEYS)),
         # Kimi K2 is DeepSeek-V3 under another name; reading it so needs no remote code.
@@ -143,9 +151,7 @@ def model_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
     text: Any = config if arch.text_config is None else config.get(arch.text_config)
     if not isinstance(text, dict):
         raise CheckpointError(f"{place}: has no {arch.text_config!r} object, which {arch.title} needs.")
-    missing = [key for key in arch.required if not isinstance(text.get(key), int | float)]
-    if missing:
-        raise CheckpointError(f"{place}: needs the number {missing[0]!r}, which is absent. Download config.json again.")
+    _check_numbers(text, arch, place)
     facts = ModelFacts(
         arch=arch,
         text_config=text,
@@ -156,6 +162,30 @@ def model_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
         hidden_size=_count(text, "hidden_size", place),
         moe_intermediate_size=_count(text, "moe_intermediate_size", place),
     )
+    _check_counts(facts, place)
+    return facts
+
+
+def _check_numbers(text: Mapping[str, Any], arch: Architecture, place: Path) -> None:
+    """What the model needs is there, and every count is a whole number."""
+    missing = [key for key in arch.required if text.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{place}: needs the number {missing[0]!r}, which is absent. Download config.json again.")
+    for key in (*arch.required, *OPTIONAL_COUNTS):
+        if key not in REAL_KEYS:
+            _count(text, key, place)
+        elif not isinstance(text[key], int | float) or isinstance(text[key], bool):
+            raise CheckpointError(f"{place}: {key} is {text[key]!r}, expected a number. Download config.json again.")
+
+
+def _check_counts(facts: ModelFacts, place: Path) -> None:
+    """The counts make sense together."""
+    text = facts.text_config
+    if max(facts.num_layers, facts.num_mtp_layers, facts.num_experts) > MAX_LOOPED:
+        raise CheckpointError(
+            f"{place}: num_hidden_layers {facts.num_layers}, num_nextn_predict_layers {facts.num_mtp_layers}, "
+            f"n_routed_experts {facts.num_experts}: no model has so many. Download config.json again."
+        )
     if (
         facts.first_moe_layer >= facts.num_layers
         or min(facts.num_experts, facts.hidden_size, facts.moe_intermediate_size) < 1
@@ -168,13 +198,14 @@ def model_facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
         )
     top_k = _count(text, "num_experts_per_tok", place)
     if not 1 <= top_k <= facts.num_experts:
-        raise CheckpointError(f"{place}: num_experts_per_tok is {top_k} of {facts.num_experts} experts.")
-    return facts
+        raise CheckpointError(
+            f"{place}: num_experts_per_tok is {top_k} of {facts.num_experts} experts. Download config.json again."
+        )
 
 
 def _count(text: Mapping[str, Any], key: str, place: Path) -> int:
     """A whole number; 0 where the key is absent or null."""
-    value = text.get(key) or 0
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    value = 0 if text.get(key) is None else text[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
         raise CheckpointError(f"{place}: {key} is {value!r}, expected a whole number. Download config.json again.")
     return value

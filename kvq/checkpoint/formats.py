@@ -1,12 +1,12 @@
 """What a source checkpoint is stored as, decided from config and tensor names before any weight is read."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from kvq.checkpoint.index import CheckpointIndex
+from kvq.checkpoint.patterns import check_patterns
 from kvq.errors import CheckpointError
 
 FormatKind = Literal["fp8-block", "fp8-channel", "int4-packed", "bf16"]
@@ -72,11 +72,7 @@ def _ignore(value: Any, place: Path) -> tuple[str, ...]:
     entries = [] if value is None else value
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise CheckpointError(f"{place}: expected a list of names to ignore, found {value!r}. Download it again.")
-    for entry in entries:
-        try:
-            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
-        except re.error as error:
-            raise CheckpointError(f"{place}: ignores {entry!r}, which is no regular expression ({error}).") from None
+    check_patterns(entries, place)
     return tuple(entries)
 
 

@@ -12,9 +12,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvq.checkpoint.untrusted import check_regular, parse_json
 from kvq.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
+MAX_NAME = 4096
 SIZE_LIMIT = 2**60
 
 DTYPE_BITS = {
@@ -95,7 +97,7 @@ def check_length(path: Path, length: int, size: int) -> None:
 def parse_header(path: Path, size: int, length: int, text: bytes) -> list[TensorInfo]:
     """Tensors that a header of `length` bytes describes, in file order, checked against the `size` of its file."""
     try:
-        entries = json.loads(text, object_pairs_hook=_no_duplicates)
+        entries = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: the safetensors header is damaged ({error}). Download this shard again."
@@ -116,20 +118,13 @@ def parse_header(path: Path, size: int, length: int, text: bytes) -> list[Tensor
 def _read_text(path: Path) -> tuple[int, int, bytes]:
     """Size of the file, length of its header, the header's text."""
     try:
+        size = check_regular(path).st_size
         with path.open("rb") as file:
-            size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
             check_length(path, length, size)
             return size, length, file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Download this shard again.") from None
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name stands twice")
-    return result
 
 
 def _are_sizes(values: Any) -> bool:
@@ -145,15 +140,17 @@ def _are_sizes(values: Any) -> bool:
 def _tensor(path: Path, shard: str, name: str, entry: Any, start: int) -> TensorInfo:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: header entry {name!r} is not an object. Download this shard again.")
+    if len(name) > MAX_NAME:
+        raise CheckpointError(f"{path}: a tensor's name has {len(name)} characters. Download this shard again.")
     dtype: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise CheckpointError(f"{path}: tensor {name} has dtype {dtype!r}, which kvq does not know.")
+        raise CheckpointError(f"{path}: tensor {name} has dtype {_short(dtype)}, which kvq does not know.")
     if not _are_sizes(shape):
-        raise CheckpointError(f"{path}: tensor {name} has shape {shape!r}. Download this shard again.")
+        raise CheckpointError(f"{path}: tensor {name} has shape {_short(shape)}. Download this shard again.")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{path}: tensor {name} has data_offsets {offsets!r}. Download this shard again.")
+        raise CheckpointError(f"{path}: tensor {name} has data_offsets {_short(offsets)}. Download this shard again.")
     nbytes, dims = offsets[1] - offsets[0], tuple(shape)
     if nbytes != tensor_bytes(dtype, dims):
         raise CheckpointError(
@@ -161,6 +158,12 @@ def _tensor(path: Path, shard: str, name: str, entry: Any, start: int) -> Tensor
             f"data_offsets span {nbytes}. Download this shard again."
         )
     return TensorInfo(name, dtype, dims, shard, start + offsets[0], nbytes)
+
+
+def _short(value: Any) -> str:
+    """Enough of a value to see what is wrong; the whole may be megabytes."""
+    short = value[:8] if isinstance(value, list | str) else list(value)[:8] if isinstance(value, dict) else value
+    return repr(short)[:100]
 
 
 def _check_layout(path: Path, tensors: list[TensorInfo], start: int, size: int) -> None:

@@ -1,15 +1,16 @@
 """CheckpointIndex: every tensor of a checkpoint folder, from the index and the shard headers alone."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvq.checkpoint.header import TensorInfo, read_header
+from kvq.checkpoint.untrusted import check_links, check_regular, parse_json
 from kvq.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
+MAX_JSON_BYTES = 100_000_000  # the index of 118,629 tensors has 12 MB
 MANIFEST_NAME = "kvq-manifest.json"  # what kvq leaves beside the weights it writes
 
 
@@ -41,10 +42,12 @@ class CheckpointIndex:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; CheckpointError names the file otherwise."""
+def load_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError that names the file: for what is no JSON, for a name that
+    stands twice (readers differ in which one counts), for numbers that are not finite, for halves of characters."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        check_regular(path, max_bytes)
+        value = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file. Is this a complete checkpoint folder?") from None
     except OSError as error:
@@ -56,8 +59,11 @@ def load_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON, and could not be written again")
+def load_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a folder that may be a stranger's: to be called before anything else is read there."""
+    config = load_json(folder / "config.json")
+    check_links(folder)
+    return config
 
 
 def load_index(folder: Path) -> CheckpointIndex:

@@ -7,14 +7,16 @@ It lives in `<out>.partial/.kvq-journal/` and is gone from the finished folder:
     state-00004.safetensors
 
 A step counts when its JSON file has its name, which it gets by a rename after everything that it names is on disk.
+Each JSON file holds a `record` and its `sha256`: a damaged record is refused, not believed.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,8 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import load_json
-from kvq.errors import OutputError
+from kvq.errors import CheckpointError, OutputError
 
 FOLDER = ".kvq-journal"
 STATE_BYTES = 2 * 2**30
@@ -34,6 +37,9 @@ cut off computes those layers again, which costs less than a terabyte of writes.
 def keeps_state(number: int, nbytes: int) -> bool:
     """Whether the state after step `number` is kept."""
     return number % -(-nbytes // STATE_BYTES) == 0 if nbytes else True
+
+
+MAX_RECORD_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Step:
     tensors: Mapping[str, int]
     results: list[dict[str, Any]]
     state: str | None
+    state_sha256: str | None = None
     resumable: bool = True
 
 
@@ -85,16 +92,23 @@ class Journal:
             raise OutputError(f"{self.partial}: cannot be made ({error.strerror}). Choose another --out.") from None
         try:
             self._take(fingerprint)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                raise OutputError(
+                    f"{self.partial}: writing failed ({error.strerror}). Make room, and run the same command again."
+                ) from error
             raise
 
     def _take(self, fingerprint: Mapping[str, Any]) -> None:
         path = self.folder / "fingerprint.json"
         if path.exists():
-            self._compare(load_json(path), fingerprint)
+            self._compare(_read_record(path), fingerprint)
             self.steps = self._read_steps()
         else:
+            for stale in self.folder.glob("step-*"):  # a `discard` was cut off
+                stale.unlink()
+            sync_folder(self.partial.absolute().parent)
             self._write(path, dict(fingerprint))
         self._drop_unfinished()
 
@@ -109,10 +123,7 @@ class Journal:
     def _read_steps(self) -> list[Step]:
         steps: list[Step] = []
         while (path := self.folder / f"step-{len(steps):05d}.json").exists():
-            try:
-                steps.append(Step(**load_json(path)))
-            except TypeError:
-                raise OutputError(f"{path} is damaged. Add --restart to begin anew.") from None
+            steps.append(_as_step(path, len(steps)))
         while steps and not steps[-1].resumable:
             (self.folder / f"step-{len(steps) - 1:05d}.json").unlink()
             steps.pop()
@@ -133,22 +144,28 @@ class Journal:
 
     def load_state(self) -> dict[str, Tensor]:
         """The state that the last finished step left."""
-        name = self.steps[-1].state
-        assert name is not None, "the last step left no state"
+        last = self.steps[-1]
+        assert last.state is not None, "the last step left no state"
+        path = self.folder / last.state
         try:
-            return load_file(self.folder / name)
+            if sha256_file(path) != last.state_sha256:
+                raise OutputError(f"{path} has changed since it was written. Add --restart to begin anew.")
+            return load_file(path, backend="pread")
         except (OSError, SafetensorError) as error:
-            raise OutputError(f"{self.folder / name}: cannot be read ({error}). Add --restart to begin anew.") from None
+            raise OutputError(f"{path}: cannot be read ({error}). Add --restart to begin anew.") from None
 
     def finish_step(self, step: Step, state: Mapping[str, Tensor] | None) -> None:
         """Make a step durable. Its shard must be on disk already."""
         if state is not None:
             assert step.state is not None
             path = self.folder / step.state
-            save_file(dict(state), path)
+            try:
+                save_file(dict(state), path)
+            except SafetensorError as error:  # how the library reports a full disk
+                raise OutputError(f"{path}: writing failed ({error}).") from error
             _sync(path)
-        values = {name: getattr(step, name) for name in Step.__dataclass_fields__}
-        self._write(self.folder / f"step-{step.number:05d}.json", values)
+            step = replace(step, state_sha256=sha256_file(path))
+        self._write(self.folder / f"step-{step.number:05d}.json", asdict(step))
         self.steps.append(step)
         if step.resumable:
             for path in self.folder.glob("state-*"):
@@ -157,10 +174,12 @@ class Journal:
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(value), encoding="utf-8")
+        text = json.dumps(value, sort_keys=True)
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        draft.write_text(f'{{"sha256": "{sha256}", "record": {text}}}\n', encoding="utf-8")
         _sync(draft)
+        sync_folder(self.partial)  # the name of the shard, before the record that counts on it
         draft.rename(path)
-        sync_folder(self.partial)
         sync_folder(self.folder)
 
     @property
@@ -182,6 +201,28 @@ class Journal:
             self._lock = None
 
 
+def discard(partial: Path) -> None:
+    """Remove what a run left, the journal last: cut off anywhere, the rest is still recognized as a run's."""
+    journals = (partial / FOLDER, parked(partial))
+    for path in partial.iterdir() if partial.is_dir() else ():
+        if path.is_dir() and path not in journals:
+            shutil.rmtree(path)
+        elif path not in journals:
+            path.unlink()
+    for folder in journals:
+        if folder.is_dir():
+            (folder / "fingerprint.json").unlink(missing_ok=True)
+            shutil.rmtree(folder)
+    if partial.is_dir():
+        partial.rmdir()
+
+
+def sweep(out: Path, partial: Path) -> None:
+    """Remove the parked journal of a run that was cut off after its output had its name, before it could clean up."""
+    if parked(partial).is_dir() and not partial.exists() and out.is_dir() and any(out.iterdir()):
+        discard(partial)
+
+
 def parked(partial: Path) -> Path:
     """Where the journal waits while the folder gets its name."""
     return partial.with_name(partial.name + ".journal")
@@ -190,6 +231,37 @@ def parked(partial: Path) -> Path:
 def can_continue(partial: Path) -> bool:
     """Whether a folder was left by a run that can go on (or was only just made)."""
     return (partial / FOLDER).is_dir() or parked(partial).is_dir() or (partial.is_dir() and not any(partial.iterdir()))
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The record of a JSON file of the journal. Raises OutputError for anything that this module did not write."""
+    try:
+        value = load_json(path, MAX_RECORD_BYTES)
+    except CheckpointError as error:
+        raise OutputError(f"{error} Add --restart to begin anew.") from None
+    record = value.get("record")
+    text = json.dumps(record, sort_keys=True)
+    if not isinstance(record, dict) or hashlib.sha256(text.encode()).hexdigest() != value.get("sha256"):
+        raise OutputError(f"{path} is damaged. Add --restart to begin anew.")
+    return record
+
+
+def _as_step(path: Path, number: int) -> Step:
+    """A step as it was written: its files lie in their folders under the names that they always have."""
+    record = _read_record(path)
+    types = {"shard": str, "sha256": str, "tensors": dict, "results": list}
+    states = (None, f"state-{number:05d}.safetensors")
+    if (
+        record.keys() != Step.__dataclass_fields__.keys()
+        or record["number"] != number
+        or not all(isinstance(record[key], kind) for key, kind in types.items())
+        or Path(record["shard"]).name != record["shard"]
+        or record["state"] not in states
+        or not all(isinstance(count, int) for count in record["tensors"].values())
+        or not all(isinstance(row, dict) for row in record["results"])
+    ):
+        raise OutputError(f"{path} is damaged. Add --restart to begin anew.")
+    return Step(**record)
 
 
 def _short(value: Any) -> str:

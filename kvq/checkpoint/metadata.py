@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from kvq.checkpoint.facts import known_checkpoint, published_index
-from kvq.checkpoint.index import CheckpointIndex, load_index, load_json
-from kvq.checkpoint.source import check_hub_id
+from kvq.checkpoint.index import CheckpointIndex, load_config, load_index
+from kvq.checkpoint.source import check_hub_id, local_folder
 from kvq.errors import CheckpointError
 
 Origin = Literal["folder", "facts", "hub"]
@@ -27,9 +26,11 @@ class Metadata:
 
 def read_metadata(model: str, revision: str | None = None, alias: bool = False) -> Metadata:
     """Of a folder, of an alias (`alias`) from shipped facts, or of a Hub id by range requests, in this order."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return Metadata(model, "folder", load_json(folder / "config.json"), load_index(folder))
+    folder = local_folder(model)
+    if folder is not None:
+        if revision is not None:
+            raise CheckpointError(f"{model} is a folder; --revision {revision} needs a Hub id. Leave one of them out.")
+        return Metadata(model, "folder", load_config(folder), load_index(folder))
     if alias:
         if revision is not None:
             raise CheckpointError(f"{model}: --revision needs a Hub id; an alias is planned from shipped facts.")

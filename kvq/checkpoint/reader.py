@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvq.checkpoint.index import CheckpointIndex, load_index, load_json
+from kvq.checkpoint.index import CheckpointIndex, load_config, load_index
 from kvq.errors import CheckpointError
 
 WEIGHT_FILE_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
@@ -26,7 +26,9 @@ TORCH_DTYPES = {
 
 
 class CheckpointReader:
-    """A checkpoint folder: config, index, tensors. Files are memory-mapped; a tensor is read when asked for.
+    """A checkpoint folder: config, index, tensors. A tensor is read when asked for.
+
+    Not by memory-mapping: a file that shrinks or a disk that fails would kill the process with a bus error.
 
     `read_ahead` starts to read tensors that will be asked for soon, into page-locked memory, so that reading goes on
     while a GPU computes.
@@ -36,7 +38,7 @@ class CheckpointReader:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder.")
         self.folder = folder
-        self.config: dict[str, Any] = load_json(folder / "config.json")
+        self.config: dict[str, Any] = load_config(folder)
         self.index: CheckpointIndex = load_index(folder)
         self._files: dict[str, Any] = {}
         self._ahead: dict[str, Future[Tensor]] = {}
@@ -72,16 +74,16 @@ class CheckpointReader:
         """
         info = self.index[name]
         try:
-            value = self._ahead.pop(name).result() if name in self._ahead else self._mapped(info.shard, name)
+            value = self._ahead.pop(name).result() if name in self._ahead else self._read(info.shard, name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder / info.shard}: cannot read tensor {name} ({error}).") from None
         if check:
             check_finite(self.folder / info.shard, name, value)
         return value
 
-    def _mapped(self, shard: str, name: str) -> Tensor:
+    def _read(self, shard: str, name: str) -> Tensor:
         if shard not in self._files:
-            self._files[shard] = safe_open(self.folder / shard, framework="pt")
+            self._files[shard] = safe_open(self.folder / shard, framework="pt", backend="pread")
         value: Tensor = self._files[shard].get_tensor(name)
         return value
 

@@ -40,11 +40,24 @@ def resolve_source(
     arrived is compared with the hashes that the Hub states.
     Raises CheckpointError if it is neither, HubError if the Hub does not deliver.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = local_folder(model)
+    if folder is not None:
+        if revision is not None:
+            raise CheckpointError(
+                f"{model} is a folder, and --revision {revision} names a state of a Hub repository. Leave it out, or "
+                "give the Hub id."
+            )
         return Source(folder, model)
     check_hub_id(model)
     return download(model, revision, None, note, progress)
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder that MODEL names, `~` resolved; None where there is none of that name."""
+    if not model:
+        raise CheckpointError("MODEL is empty. Give a folder (`.` for this one), a Hub id or an alias.")
+    folder = Path(os.path.expanduser(model))
+    return folder if folder.is_dir() else None
 
 
 def check_hub_id(model: str) -> None:

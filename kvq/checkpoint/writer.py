@@ -4,11 +4,10 @@ Everything is written into `<out>.partial`; the folder gets its name by one rena
 The one writer of safetensors data.
 """
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -18,21 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import INDEX_NAME
-from kvq.checkpoint.journal import Journal, Step, can_continue, sync_folder
+from kvq.checkpoint.journal import Journal, Step, can_continue, sweep, sync_folder
 from kvq.errors import KvqError, OutputError
 
 SPARE_BYTES = 64 * 2**20  # manifest, index, file-system overhead
-HASH_CHUNK = 8 * 2**20
-
-
-def sha256_file(path: Path) -> str:
-    """Hex digest of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def dump_json(value: Any) -> str:
@@ -41,11 +31,15 @@ def dump_json(value: Any) -> str:
 
 
 def check_output(out: Path, needed_bytes: int) -> None:
-    """Refuse, before anything is read, an output that exists already or a disk that cannot hold it."""
+    """Refuse, before anything is read, an output that exists already or a disk that cannot hold it.
+
+    Clears what a run left that was cut off when its output was whole already.
+    """
     if out.name in ("", ".."):
         raise OutputError(f"{out} is not the name of a new folder. Choose another --out.")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise OutputError(f"{out} exists and is not a folder. Choose another --out.")
+    sweep(out, partial_of(out))
     if out.is_dir() and any(out.iterdir()):
         raise OutputError(f"{out} is not empty; kvq never overwrites a checkpoint. Choose another --out or remove it.")
     partial = partial_of(out)
@@ -124,9 +118,13 @@ class CheckpointWriter:
         path = self.partial / step.shard
         if not path.is_file() or sha256_file(path) != step.sha256:
             raise OutputError(f"{path} has changed since it was written. Add --restart to begin anew.")
-        self.weight_map.update(dict.fromkeys(step.tensors, step.shard))
-        self.total_size += sum(step.tensors.values())
+        self.note_shard(step.shard, step.tensors)
         self.sha256[step.shard] = step.sha256
+
+    def note_shard(self, shard: str, tensors: Mapping[str, int]) -> None:
+        """Remember for the index what a shard holds: names and bytes."""
+        self.weight_map.update(dict.fromkeys(tensors, shard))
+        self.total_size += sum(tensors.values())
 
     def add_shard(self, shard: str, tensors: dict[str, Tensor]) -> None:
         """Write one shard and remember its names. Tensors may be on any device.
@@ -143,17 +141,20 @@ class CheckpointWriter:
         except SafetensorError as error:  # how the library reports a full disk
             raise OutputError(f"{path}: writing failed ({error}).") from error
         path.chmod(0o666 & ~_umask())  # the library makes files that only their owner can read
-        self.weight_map.update(dict.fromkeys(tensors, shard))
-        self.total_size += sum(tensor.numel() * tensor.element_size() for tensor in on_host.values())
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in on_host.items()}
         tensors.clear()
         on_host.clear()
         self._sync(path)
+        self.note_shard(shard, sizes)
 
     def copy_file(self, folder: Path, relative: Path, new_name: str | None = None) -> None:
         """Copy a file byte for byte, keeping its place below the folder (unless it gets a new name)."""
         target = self.partial / (new_name or relative)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / relative, target)
+        try:
+            shutil.copyfile(folder / relative, target)
+        except OSError as error:  # of either disk
+            raise OutputError(f"{folder / relative}: cannot be copied to {target} ({error.strerror}).") from error
         self._sync(target)
 
     def add_text(self, name: str, text: str) -> None:

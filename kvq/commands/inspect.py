@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Json, print_json
+from kvq.commands.options import Json, print_json, user_path
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Any checkpoint folder.")],
+    folder: Annotated[Path, typer.Argument(parser=user_path, metavar="FOLDER", help="Any checkpoint folder.")],
     as_json: Json = False,
 ) -> None:
     """Say what a checkpoint is: format, quantized classes, KV scales, MTP, dead entries, missing files."""

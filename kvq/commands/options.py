@@ -1,6 +1,7 @@
 """What commands share: the options' types, how a model and a recipe are named, and how JSON is printed."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,15 @@ if TYPE_CHECKING:
     from kvq.recipes.schema import Recipe
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+
+
+def user_path(text: str) -> Path:
+    """A path as people type it: `~` is the home folder also after `--out=`, where no shell sees to it."""
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(os.path.expanduser(text))
+
+
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
 
@@ -28,9 +38,10 @@ def chosen_recipe(
 
 def known_model(model: str) -> "KnownModel | None":
     """The row of an alias. A folder of that name comes first, as it does before a Hub id."""
+    from kvq.checkpoint.source import local_folder
     from kvq.recipes.models import known_models
 
-    return None if Path(model).expanduser().is_dir() else known_models().get(model)
+    return None if local_folder(model) is not None else known_models().get(model)
 
 
 def print_json(value: Any) -> None:

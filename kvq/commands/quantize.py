@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvq.commands.options import Device, Json, chosen_recipe, known_model, print_json
+from kvq.commands.options import Device, Json, chosen_recipe, known_model, print_json, user_path
 from kvq.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -29,7 +29,12 @@ def quantize(
             "without it the set that ships with kvq."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Output folder; by default named after model and recipe.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            parser=user_path, metavar="FOLDER", help="Output folder; by default named after model and recipe."
+        ),
+    ] = None,
     device: Device = "auto",
     target: Annotated[
         Literal["sglang", "vllm"], typer.Option(help="Engine that the serving notes are for.")
@@ -48,12 +53,12 @@ def quantize(
 ) -> None:
     """Quantize the routed experts to INT4 and keep everything else as it is."""
     from kvq.calibration.rows import data_place
-    from kvq.checkpoint.source import resolve_source
+    from kvq.checkpoint.source import local_folder, resolve_source
     from kvq.console.transfer import TransferLines
 
     known = known_model(model)
     chosen = chosen_recipe(w, recipe, set_, known)
-    if dry_run and not Path(model).expanduser().is_dir():
+    if dry_run and local_folder(model) is None:
         folder = out or Path(f"{model.rsplit('/', 1)[-1]}-{chosen.name}")
         _dry_run_from_hub(known.hub if known else model, revision, chosen, folder, as_json)
         return

@@ -5,15 +5,18 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Json, known_model, print_json
+from kvq.commands.options import Json, known_model, print_json, user_path
 from kvq.errors import VerificationError
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(help="A quantized checkpoint.")],
+    folder: Annotated[Path, typer.Argument(parser=user_path, metavar="FOLDER", help="A quantized checkpoint.")],
     source: Annotated[
         str | None, typer.Option(help="Its source (folder, Hub id or alias): compares all weights.")
     ] = None,
+    without_manifest: Annotated[
+        bool, typer.Option("--without-manifest", help="Accept a folder that kvq did not write: no hashes, no plan.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check a written checkpoint from its files alone, and against its source if given."""
@@ -23,7 +26,7 @@ def verify(
 
     known = known_model(source) if source else None
     origin = resolve_source(known.hub if known else source).folder if source else None
-    report = verify_checkpoint(folder, origin, lambda done, total: None)
+    report = verify_checkpoint(folder, origin, lambda done, total: None, without_manifest=without_manifest)
     if as_json:
         print_json(report.as_dict())
     else:

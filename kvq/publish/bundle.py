@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvq.checkpoint.arrival import git_blob_sha1, read_chunks
+from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, load_json
-from kvq.checkpoint.writer import sha256_file
 from kvq.errors import CheckpointError, OutputError
 from kvq.verify.checks import verify_checkpoint
 from kvq.verify.report import VerifyReport

@@ -11,6 +11,7 @@ from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
 from kvq.checkpoint.formats import SourceFormat, detect_format
 from kvq.checkpoint.header import TensorInfo, tensor_bytes
 from kvq.checkpoint.index import CheckpointIndex
+from kvq.checkpoint.patterns import REGEX, matching
 from kvq.errors import CheckpointError, RecipeError
 from kvq.recipes.schema import Recipe
 from kvq.recipes.scheme import quantization_config
@@ -287,8 +288,5 @@ def dead_entries(ignore: Iterable[str], names: Iterable[str]) -> list[str]:
         return []
     modules = {name.rsplit(".", 1)[0] for name in names}
     dotted = "\n".join(f".{module}." for module in modules)
-    return [
-        entry
-        for entry in entries
-        if not (any(map(re.compile(entry[3:]).match, modules)) if entry.startswith("re:") else f".{entry}." in dotted)
-    ]
+    meant = matching([entry for entry in entries if entry.startswith(REGEX)], modules)
+    return [entry for entry in entries if not (meant[entry] if entry in meant else f".{entry}." in dotted)]

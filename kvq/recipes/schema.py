@@ -2,16 +2,20 @@
 
 import hashlib
 import json
+import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from kvq.errors import RecipeError
 
+MAX_RECIPE_BYTES = 64 * 1024
 LIBRARY = resources.files("kvq.recipes") / "library"
 
 
@@ -33,7 +37,9 @@ class Gates(BaseModel):
 class Recipe(BaseModel):
     """One way to quantize the routed experts. The strings under the fields are their documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Equals the file name in the library; goes into the output's name, the manifest and the card."""
@@ -82,6 +88,15 @@ class Recipe(BaseModel):
     gates: Gates | None = None
     """Limits for `kvq evaluate`. They judge a result and do not change it, so they are no part of the hash."""
 
+    @field_validator("num_bits", "group_size", "block_size", "symmetric", mode="before")
+    @classmethod
+    def _of_its_own_type(cls, value: Any, field: ValidationInfo) -> Any:
+        """A choice is met by its own type only: 32.0 is no group size, 1 is no yes."""
+        kind = bool if field.field_name == "symmetric" else int
+        if type(value) is not kind:
+            raise ValueError(f"expected {'true' if kind is bool else 'a whole number'}")
+        return value
+
     @property
     def needs_calibration(self) -> bool:
         return self.solver != "rtn"
@@ -102,10 +117,14 @@ def load_recipe(name_or_file: str) -> Recipe:
     """A recipe of the library by name, or from a YAML file. Raises RecipeError that names the field."""
     if name_or_file in library_names():
         return _parse((LIBRARY / f"{name_or_file}.yaml").read_text(encoding="utf-8"), f"{name_or_file}.yaml")
-    path = Path(name_or_file)
+    path = Path(os.path.expanduser(name_or_file))
     if not path.is_file():
         raise RecipeError(f"{name_or_file}: no such recipe or file. The library has {', '.join(library_names())}.")
     try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise RecipeError(
+                f"{path}: has {path.stat().st_size} bytes; a recipe is a page of YAML. Give another file."
+            )
         return _parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read ({error}).") from None
@@ -120,7 +139,7 @@ def override(recipe: Recipe, settings: Sequence[str]) -> Recipe:
             keys = ", ".join(key for key in values if key != "name")
             raise RecipeError(f"--set {setting}: expected key=value with one of {keys}.")
         try:
-            values[key] = yaml.safe_load(text)
+            values[key] = _read_yaml(text)
         except (yaml.YAMLError, ValueError, RecursionError):
             raise RecipeError(f"--set {setting}: {text!r} is not a YAML value.") from None
     changed = _validate(values, "--set")
@@ -153,12 +172,41 @@ def make_gates_from(values: Any, place: str) -> Gates:
 
 def _parse(text: str, place: str) -> Recipe:
     try:
-        values = yaml.safe_load(text)
+        values = _read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{place}: not valid YAML ({' '.join(str(error).split())}).") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{place}: expected a mapping of recipe fields, found {type(values).__name__}.")
     return _validate(values, place)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML as a recipe needs it. Aliases (which can stand for billions of values), tags, merged and repeated keys are
+    refused."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None or getattr(event, "tag", None) is not None:
+            raise yaml.composer.ComposerError(None, None, "found an alias, an anchor or a tag", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        twice = [name for name, count in Counter(map(str, names)).items() if count > 1]
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 takes 5e-2 for a text, as it has no dot.
+_PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+([.][0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(text: str) -> Any:
+    """Raises YAMLError, ValueError or RecursionError for what is no plain YAML."""
+    return yaml.load(text, _PlainLoader)
 
 
 def _validate(values: dict[str, Any], place: str) -> Recipe:
@@ -171,4 +219,4 @@ def _validate(values: dict[str, Any], place: str) -> Recipe:
 def _first_error(error: ValidationError, place: str, whole: str) -> str:
     first = error.errors()[0]
     field = ".".join(map(str, first["loc"])) or whole
-    return f"{place}: {field}: {first['msg']} (found {first['input']!r})."
+    return f"{place}: {field}: {first['msg']} (found {repr(first['input'])[:200]})."

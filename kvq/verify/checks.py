@@ -3,14 +3,26 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from kvq.checkpoint.index import MANIFEST_NAME
 from kvq.errors import CheckpointError
 from kvq.verify.numerics import check_against_source
 from kvq.verify.report import Check, VerifyReport
 from kvq.verify.structure import check_structure, load_manifest
 
+NO_MANIFEST = (
+    f"there is no {MANIFEST_NAME}, so nothing tells damaged or missing files from good ones: copy it from where the "
+    "folder came from, compare with --source, or say --without-manifest if kvq did not write the folder"
+)
 
-def verify_checkpoint(folder: Path, source: Path | None, progress: Callable[[int, int], None]) -> VerifyReport:
-    """Look at the written files as a stranger would. Problems are in the report; only a folder that is none raises."""
+
+def verify_checkpoint(
+    folder: Path, source: Path | None, progress: Callable[[int, int], None], *, without_manifest: bool = False
+) -> VerifyReport:
+    """Look at the written files as a stranger would. Problems are in the report; only a folder that is none raises.
+
+    No manifest is a problem, unless there is a source to compare with or `without_manifest` says that kvq did not write
+    the folder: without either, a damaged or missing file looks like any other.
+    """
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder}: no config.json there. Give the folder of a checkpoint.")
     report = VerifyReport(str(folder))
@@ -19,6 +31,9 @@ def verify_checkpoint(folder: Path, source: Path | None, progress: Callable[[int
     except CheckpointError as error:
         manifest = None
         report.checks.append(_failed("manifest", error))
+    else:
+        if manifest is None and source is None and not without_manifest:
+            report.checks.append(_failed("manifest", CheckpointError(NO_MANIFEST)))
     report.checks += check_structure(folder, manifest)
     if source is None:
         return report

@@ -136,8 +136,19 @@ def _expect_all_used(
 ) -> None:
     """Nothing of the source is lost: each of its tensors is a source of something written."""
     if not planned:
-        check.note = "no manifest: tensors of the source that were left out are not looked for"
+        for name in theirs.index.tensors:
+            check.expect(_is_kept_in(ours, name), f"{name} of the source is in no tensor of {ours.folder}")
         return
     used = {source for plan in planned.values() for source in plan["sources"]}
     for name in theirs.index.tensors:
         check.expect(name in used, f"{name} of the source is in no tensor of {ours.folder}")
+
+
+def _is_kept_in(ours: CheckpointReader, name: str) -> bool:
+    """Whether a tensor of the source has one in the output that can be made of it, judged by names."""
+    module, _, part = name.rpartition(".")
+    if name in ours.index or f"{module}.weight_packed" in ours.index:
+        return True
+    weight = ours.index.tensors.get(f"{module}.weight")
+    widened = weight is not None and weight.dtype == "BF16"
+    return part in ("weight_scale", "weight_scale_inv") and (widened or f"{module}.weight_scale" in ours.index)

@@ -1,24 +1,25 @@
 """Is a checkpoint folder whole and consistent? Answered from its files alone, as an engine would meet them."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
 from kvq.checkpoint.formats import find_quantization_config
+from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, load_json
 from kvq.checkpoint.packing import CODES_PER_WORD
+from kvq.checkpoint.patterns import matching, pattern_problem
 from kvq.checkpoint.reader import CheckpointReader
-from kvq.checkpoint.writer import sha256_file
+from kvq.checkpoint.untrusted import inside
 from kvq.errors import CheckpointError
 from kvq.verify.report import Check
 
 MTP_TENSORS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "input_layernorm.weight", "shared_head.norm.weight")
 
 
-TENSOR_KEYS = ("dtype", "shape", "shard", "sources")
-MODULE_KEYS = ("name", "relative_weight_error")
+MAX_MANIFEST_BYTES = 2**30  # that of 180,000 tensors has 80 MB
+TENSOR_TYPES = {"dtype": str, "shape": list, "shard": str, "sources": list}
 
 
 def load_manifest(folder: Path) -> dict[str, Any] | None:
@@ -26,21 +27,37 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST_NAME
     if not path.exists():
         return None
-    manifest = load_json(path)
+    manifest = load_json(path, MAX_MANIFEST_BYTES)
     files, tensors, modules = (manifest.get(key) for key in ("files", "tensors", "modules"))
     if not (
         isinstance(files, dict)
+        and all(isinstance(sha256, str) for sha256 in files.values())
         and isinstance(tensors, dict)
-        and all(_has(row, TENSOR_KEYS) and row["sources"] for row in tensors.values())
+        and all(map(_is_planned, tensors.values()))
         and isinstance(modules, list)
-        and all(_has(row, MODULE_KEYS) for row in modules)
+        and all(map(_is_result, modules))
+        and isinstance(manifest.get("pass_through", False), bool)
     ):
         raise CheckpointError(f"{path}: lacks files, tensors or modules as kvq writes them. Quantize again.")
+    outside = [name for name in files if inside(folder, name) is None]
+    if outside:
+        raise CheckpointError(f"{path}: lists {outside[0]!r}, which is no file of this folder. Quantize again.")
     return manifest
 
 
-def _has(row: Any, keys: Iterable[str]) -> bool:
-    return isinstance(row, dict) and all(key in row for key in keys)
+def _is_planned(row: Any) -> bool:
+    """A tensor's row: types that the checks count on."""
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), kind) for key, kind in TENSOR_TYPES.items()):
+        return False
+    return bool(row["sources"]) and all(isinstance(source, str) for source in row["sources"])
+
+
+def _is_result(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("name"), str)
+        and isinstance(row.get("relative_weight_error"), int | float)
+    )
 
 
 def check_files(folder: Path, manifest: Mapping[str, Any] | None) -> Check:
@@ -51,11 +68,14 @@ def check_files(folder: Path, manifest: Mapping[str, Any] | None) -> Check:
         return check
     listed: Mapping[str, str] = manifest.get("files", {})
     for name, expected in listed.items():
-        path = folder / name
-        present = path.is_file()
-        check.expect(present, f"{name} is missing")
-        if present:
-            check.expect(sha256_file(path) == expected, f"{name} has changed since it was written (sha256 differs)")
+        try:
+            found = sha256_file(folder / name) if (folder / name).is_file() else None
+        except OSError as error:
+            check.expect(False, f"{name} cannot be read ({error.strerror})")
+            continue
+        check.expect(found is not None, f"{name} is missing")
+        if found is not None:
+            check.expect(found == expected, f"{name} has changed since it was written (sha256 differs)")
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if path.is_file() and name not in listed and name != MANIFEST_NAME:
@@ -103,15 +123,14 @@ def check_values(reader: CheckpointReader) -> Check:
     for name in reader.index.tensors:
         try:
             value = reader.tensor(name)
+            if name.endswith((".weight_scale", ".weight_scale_inv")):
+                check.expect(bool((value.float() > 0).all()), f"{name} holds a scale that is not positive")
+            elif name.endswith(".weight_packed"):
+                _expect_parts(check, reader, name.removesuffix(".weight_packed"))
+            else:
+                check.num_checked += 1
         except CheckpointError as error:
             check.expect(False, str(error))
-            continue
-        if name.endswith((".weight_scale", ".weight_scale_inv")):
-            check.expect(bool((value > 0).all()), f"{name} holds a scale that is not positive")
-        elif name.endswith(".weight_packed"):
-            _expect_parts(check, reader, name.removesuffix(".weight_packed"))
-        else:
-            check.num_checked += 1
     return check
 
 
@@ -135,6 +154,11 @@ def _expect_parts(check: Check, reader: CheckpointReader, module: str) -> None:
 def check_experts(reader: CheckpointReader, facts: ModelFacts) -> Check:
     """Every routed expert of every MoE layer is packed, the MTP layer's too, and none is left unquantized."""
     check = Check("experts")
+    promised = len(facts.moe_layers) * facts.num_experts * len(PROJECTIONS)
+    if promised > len(reader.index.tensors):
+        there = len(reader.index.tensors)
+        check.expect(False, f"config.json promises {promised} expert matrices, there are {there} tensors in all")
+        return check
     for layer in facts.moe_layers:
         for expert in range(facts.num_experts):
             for projection in PROJECTIONS:
@@ -172,20 +196,22 @@ def check_config(reader: CheckpointReader, facts: ModelFacts) -> Check:
     packed_targets = [t for g in groups if (g.get("weights") or {}).get("type") == "int" for t in g["targets"]]
     fp8 = any((g.get("weights") or {}).get("type") == "float" for g in groups)
     ignore: list[str] = list(described.get("ignore") or ())
-    broken = [entry for entry in (*packed_targets, *ignore) if not _compiles(entry)]
+    broken = [entry for entry in (*packed_targets, *ignore) if pattern_problem(entry)]
     for entry in broken:
         check.expect(False, f"{entry!r} is no regular expression")
     if broken:
         return check
+    meant = matching({*packed_targets, *ignore}, modules)
+    targeted, ignored = (set().union(*(meant[entry] for entry in entries)) for entries in (packed_targets, ignore))
     for module, kind in modules.items():
         if kind == "packed":
-            check.expect(matches_any(module, packed_targets), f"no INT4 group covers {module}")
+            check.expect(module in targeted, f"no INT4 group covers {module}")
         elif kind == "fp8":
-            check.expect(fp8 and not matches_any(module, ignore), f"{module} is FP8, which the config does not say")
+            check.expect(fp8 and module not in ignored, f"{module} is FP8, which the config does not say")
         elif fp8:
-            check.expect(matches_any(module, ignore), f"{module} is not quantized, but the config does not ignore it")
+            check.expect(module in ignored, f"{module} is not quantized, but the config does not ignore it")
     for entry in ignore:
-        check.expect(any(matches_any(module, [entry]) for module in modules), f"ignore entry {entry!r} names no module")
+        check.expect(bool(meant[entry]), f"ignore entry {entry!r} names no module")
     return check
 
 
@@ -202,14 +228,6 @@ def _expect_parses(check: Check, described: Mapping[str, Any]) -> bool:
     return not parsed
 
 
-def _compiles(entry: str) -> bool:
-    try:
-        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
-    except re.error:
-        return False
-    return True
-
-
 def _linear_modules(reader: CheckpointReader, facts: ModelFacts) -> dict[str, str]:
     """Linear modules of the language model -> packed, fp8 or plain."""
     kinds: dict[str, str] = {}
@@ -222,11 +240,6 @@ def _linear_modules(reader: CheckpointReader, facts: ModelFacts) -> dict[str, st
         elif part == "weight" and len(info.shape) == 2:
             kinds[module] = "fp8" if info.dtype == "F8_E4M3" else "plain"
     return kinds
-
-
-def matches_any(module: str, entries: Iterable[str]) -> bool:
-    """compressed-tensors' rule for targets and ignore lists: the full name, or `re:` and a pattern from its start."""
-    return any(re.match(e[3:], module) if e.startswith("re:") else e == module for e in entries)
 
 
 def check_structure(folder: Path, manifest: Mapping[str, Any] | None) -> list[Check]:

@@ -87,7 +87,7 @@ def test_missing_key_is_named(key: str) -> None:
     config = tiny_config()
     del config[key]
     assert f"needs the number {key!r}, which is absent" in refused(config)
-    assert f"needs the number {key!r}" in refused(tiny_config(**{key: "8"}))
+    assert f"{key} is '8', expected a" in refused(tiny_config(**{key: "8"}))
 
 
 @pytest.mark.parametrize("text", [None, [], "x"])

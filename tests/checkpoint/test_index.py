@@ -147,7 +147,7 @@ def test_json_that_is_no_object_is_refused(tmp_path: Path, text: bytes) -> None:
 
 def test_json_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"folder\.json: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"folder\.json: is not a regular file"):
         load_json(tmp_path / "folder.json")
     with pytest.raises(CheckpointError, match="Is this a complete checkpoint folder"):
         load_json(tmp_path / "absent.json")

@@ -1,6 +1,7 @@
 """The reader: stored values as they are, damaged values never."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -122,8 +123,62 @@ def test_side_files_are_all_but_weights_and_hidden_ones(tmp_path: Path) -> None:
     assert set(found) == expected and len(found) == len(expected)
 
 
-def test_side_files_behind_links_are_followed(folder: Path) -> None:
-    (folder.parent / "blob").write_text("{{ messages }}")
-    (folder / "chat_template.jinja").unlink()
-    (folder / "chat_template.jinja").symlink_to(folder.parent / "blob")
-    assert Path("chat_template.jinja") in CheckpointReader(folder).side_files()
+def hub_cache(folder: Path) -> Path:
+    """A snapshot of the Hub cache, whose files are links to blobs."""
+    place = folder.parent / "models--owner--name"
+    (place / "snapshots").mkdir(parents=True)
+    (place / "blobs").mkdir()
+    snapshot = folder.rename(place / "snapshots" / ("0" * 40))
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        blob = place / "blobs" / f"{number:040x}"
+        path.rename(blob)
+        path.symlink_to(Path("..", "..", "blobs", blob.name))
+    return snapshot
+
+
+def test_links_of_the_hub_cache_are_followed(folder: Path) -> None:
+    expected = CheckpointReader(folder).side_files()
+    snapshot = hub_cache(folder)
+    reader = CheckpointReader(snapshot)
+    assert reader.side_files() == expected and reader.tensor(NORM).numel() == 64
+    # A folder of links to the cache, as older versions of the Hub's client made them.
+    (links := folder.parent / "links").mkdir()
+    for path in snapshot.iterdir():
+        (links / path.name).symlink_to(path.resolve())
+    assert CheckpointReader(links).side_files() == expected
+
+
+def test_links_within_the_folder_are_followed(folder: Path) -> None:
+    (folder / "other.jinja").symlink_to("chat_template.jinja")
+    assert Path("other.jinja") in CheckpointReader(folder).side_files()
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "notes.txt", "config.json", "model-00001-of-000003.safetensors"]
+)
+@pytest.mark.parametrize("relative", [True, False])
+def test_links_that_lead_out_of_the_folder_are_refused(folder: Path, name: str, relative: bool) -> None:
+    """What they lead to would be read, and copied into the output: a stranger's `notes.txt -> ~/.ssh/id_rsa`."""
+    secret = folder.parent / "secret"
+    if (folder / name).exists():
+        (folder / name).rename(secret)
+    else:
+        secret.write_text("secret")
+    (folder / name).symlink_to("../secret" if relative else secret)
+    with pytest.raises(CheckpointError, match=f"{name} is a link that leads out of the folder"):
+        CheckpointReader(folder)
+
+
+def test_a_link_to_a_folder_outside_is_refused(folder: Path) -> None:
+    (folder / "sub").symlink_to("/")
+    with pytest.raises(CheckpointError, match="sub is a link that leads out of the folder"):
+        CheckpointReader(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-000003.safetensors", "model.safetensors.index.json"])
+def test_pipes_and_devices_are_refused(folder: Path, name: str) -> None:
+    """Reading one would wait for ever."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: is not a regular file"):
+        CheckpointReader(folder)

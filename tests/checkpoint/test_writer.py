@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import INDEX_NAME, load_index
-from kvq.checkpoint.writer import SPARE_BYTES, CheckpointWriter, bytes_of, check_output, dump_json, sha256_file
+from kvq.checkpoint.writer import SPARE_BYTES, CheckpointWriter, bytes_of, check_output, dump_json
 from kvq.errors import OutputError
 
 TENSORS = {
@@ -66,7 +67,7 @@ def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_hash_of_a_file_longer_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvq.checkpoint.writer.HASH_CHUNK", 7)
+    monkeypatch.setattr("kvq.checkpoint.hashing.HASH_CHUNK", 7)
     (tmp_path / "x").write_bytes(b"0123456789abcdef")
     assert sha256_file(tmp_path / "x") == hashlib.sha256(b"0123456789abcdef").hexdigest()
 

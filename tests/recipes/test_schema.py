@@ -193,3 +193,38 @@ def test_setting_that_is_no_yaml(setting: str) -> None:
 def test_setting_with_a_wrong_value(setting: str) -> None:
     with pytest.raises(RecipeError, match=f"--set: {setting.partition('=')[0]}: Input should be"):
         override(load_recipe("int4"), [setting])
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("num_calibration_samples=true", "a valid integer (found True)"),
+        ("num_calibration_samples=5.0", "a valid integer (found 5.0)"),
+        ("num_calibration_samples='5'", "a valid integer (found '5')"),
+        ("propagate_error=1", "a valid boolean (found 1)"),
+        ("group_size=32.0", "expected a whole number (found 32.0)"),
+        ("num_bits=4.0", "expected a whole number"),
+        ("symmetric=1", "expected true"),
+        ("dampening_frac=1e999", "finite number"),
+        ("dampening_frac='0.1'", "a valid number"),
+    ],
+)
+def test_values_must_be_of_their_own_type(setting: str, says: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        override(load_recipe("int4"), [setting])
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: a\nname: b\n", "name: a\nsolver: gptq\nsolver: rtn\n", "name: &a a\n", "name: a\nsolver: *a\n",
+        "name: !!python/object:os.system ls\n", "name: !!bool x\n", "name: a\n<<: {solver: rtn}\n",
+        "name: 2001-99-99\n", "name: 0b_\n", "a: &a [x]\nb: &b [*a, *a]\nname: *b\n", "name: a\n#" + "x" * 70_000,
+    ],
+)  # fmt: skip
+def test_recipe_files_are_plain_yaml(tmp_path: Path, text: str) -> None:
+    """No name twice, and no alias, which a few lines of could stand for a billion values."""
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=r"r\.yaml"):
+        load_recipe(str(tmp_path / "r.yaml"))
