@@ -62,15 +62,32 @@ class Step:
 
 @dataclass(slots=True)
 class Journal:
-    """Open for one process at a time: a lock is held until `close`."""
+    """Open for one run at a time: a lock is held until `close`.
+
+    Of a run with several ranks each has its own records and states; a step is finished when all have recorded it. Rank
+    0 takes the folder, then the others `follow`. States stay for two steps more, since ranks do not finish in step.
+    """
 
     partial: Path
+    rank: int = 0
+    size: int = 1
     steps: list[Step] = field(default_factory=list)
     _lock: IO[str] | None = None
 
     @property
     def folder(self) -> Path:
         return self.partial / FOLDER
+
+    def follow(self) -> None:
+        """Take over what rank 0 has found finished when it took the folder."""
+        self.steps = self._finished(self.rank)
+
+    def all_steps(self) -> list[list[Step]]:
+        """The finished steps of every rank."""
+        return [self.steps if rank == self.rank else self._finished(rank) for rank in range(self.size)]
+
+    def state_name(self, number: int) -> str:
+        return f"state-{number:05d}{_suffix(self.rank)}.safetensors"
 
     def begin(self, fingerprint: Mapping[str, Any]) -> None:
         """Take the folder, new or left by a run with the same fingerprint; `steps` then holds what is finished.
@@ -104,7 +121,7 @@ class Journal:
         path = self.folder / "fingerprint.json"
         if path.exists():
             self._compare(_read_record(path), fingerprint)
-            self.steps = self._read_steps()
+            self.steps = self._finished(self.rank)
         else:
             for stale in self.folder.glob("step-*"):  # a `discard` was cut off
                 stale.unlink()
@@ -120,26 +137,36 @@ class Journal:
                     f"{_short(now.get(key))}). Run the same command as then to go on, or add --restart to discard it."
                 )
 
-    def _read_steps(self) -> list[Step]:
+    def _finished(self, rank: int) -> list[Step]:
+        """A rank's steps up to the last that all ranks have finished and can go on from."""
+        everybody = [self._recorded(one) for one in range(self.size)]
+        count = min(map(len, everybody))
+        while count and not all(steps[count - 1].resumable for steps in everybody):
+            count -= 1
+        return everybody[rank][:count]
+
+    def _recorded(self, rank: int) -> list[Step]:
         steps: list[Step] = []
-        while (path := self.folder / f"step-{len(steps):05d}.json").exists():
-            steps.append(_as_step(path, len(steps)))
-        while steps and not steps[-1].resumable:
-            (self.folder / f"step-{len(steps) - 1:05d}.json").unlink()
-            steps.pop()
+        while (path := self._record_path(len(steps), rank)).exists():
+            steps.append(_as_step(path, len(steps), _suffix(rank)))
         return steps
 
+    def _record_path(self, number: int, rank: int) -> Path:
+        return self.folder / f"step-{number:05d}{_suffix(rank)}.json"
+
     def _drop_unfinished(self) -> None:
-        """Remove what no finished step names: the shard of a step that was cut off, old states."""
-        kept = {step.shard for step in self.steps}
+        """Remove what no finished step names: records and shards of steps that were cut off, old states."""
+        finished = self.all_steps()
+        kept = {step.shard for steps in finished for step in steps}
         for path in self.partial.iterdir():
             if path.is_file() and path.name not in kept:
                 path.unlink()
             elif path.is_dir() and path != self.folder:
                 shutil.rmtree(path)
-        last = self.steps[-1].state if self.steps else None
-        for path in self.folder.glob("state-*"):
-            if path.name != last:
+        needed = {steps[-1].state for steps in finished if steps}
+        records = {self._record_path(step.number, rank).name for rank, steps in enumerate(finished) for step in steps}
+        for path in (*self.folder.glob("state-*"), *self.folder.glob("step-*")):
+            if path.name not in needed and path.name not in records:
                 path.unlink()
 
     def load_state(self) -> dict[str, Tensor]:
@@ -165,12 +192,13 @@ class Journal:
                 raise OutputError(f"{path}: writing failed ({error}).") from error
             _sync(path)
             step = replace(step, state_sha256=sha256_file(path))
-        self._write(self.folder / f"step-{step.number:05d}.json", asdict(step))
+        self._write(self._record_path(step.number, self.rank), asdict(step))
         self.steps.append(step)
+        resumable = [one.state for one in self.steps if one.resumable]
         if step.resumable:
-            for path in self.folder.glob("state-*"):
-                if path.name != step.state:
-                    path.unlink()
+            for name in resumable[: -1 if self.size == 1 else -3]:
+                if name is not None:
+                    (self.folder / name).unlink(missing_ok=True)
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
         draft = path.with_suffix(".draft")
@@ -246,11 +274,15 @@ def _read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _as_step(path: Path, number: int) -> Step:
+def _suffix(rank: int) -> str:
+    return f"-rank{rank}" if rank else ""
+
+
+def _as_step(path: Path, number: int, suffix: str) -> Step:
     """A step as it was written: its files lie in their folders under the names that they always have."""
     record = _read_record(path)
     types = {"shard": str, "sha256": str, "tensors": dict, "results": list}
-    states = (None, f"state-{number:05d}.safetensors")
+    states = (None, f"state-{number:05d}{suffix}.safetensors")
     if (
         record.keys() != Step.__dataclass_fields__.keys()
         or record["number"] != number

@@ -115,11 +115,18 @@ class CheckpointWriter:
             value.args = (f"{value} {left}",)
 
     def _take_over(self, step: Step) -> None:
+        if not step.shard:
+            return  # a rank that had nothing to write of a layer
         path = self.partial / step.shard
         if not path.is_file() or sha256_file(path) != step.sha256:
             raise OutputError(f"{path} has changed since it was written. Add --restart to begin anew.")
-        self.note_shard(step.shard, step.tensors)
-        self.sha256[step.shard] = step.sha256
+        self.note_step(step)
+
+    def note_step(self, step: Step) -> None:
+        """Remember a finished step's shard without reading it: its own rank wrote it in this run, or has checked it."""
+        if step.shard:
+            self.note_shard(step.shard, step.tensors)
+            self.sha256[step.shard] = step.sha256
 
     def note_shard(self, shard: str, tensors: Mapping[str, int]) -> None:
         """Remember for the index what a shard holds: names and bytes."""

@@ -63,9 +63,11 @@ def quantize(
         _dry_run_from_hub(known.hub if known else model, revision, chosen, folder, as_json)
         return
     from kvq.publish.events import open_events, planned_event
+    from kvq.ranks import join
 
     started = time.monotonic()
-    with open_events(None if dry_run else events, "quantize") as log:
+    ranks, device = join(device)
+    with open_events(None if dry_run or not ranks.first else events, "quantize") as log:
         data = data_place(calibration) if calibration is not None else None
         _check_before_download(chosen, data, out, device)
         log.emit("source_wanted", model=model, revision=revision)
@@ -76,16 +78,19 @@ def quantize(
         from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan
         from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
 
-        prepared = prepare(source, chosen, folder, device=device, target=target, calibration=data)
-        if not as_json:
+        prepared = prepare(source, chosen, folder, device=device, target=target, calibration=data, ranks=ranks)
+        if not as_json and ranks.first:
             show_plan(prepared.plan, folder, OUT if dry_run else ERR)
         if dry_run:
-            if as_json:
+            if as_json and ranks.first:
                 print_json(plan_dict(prepared.plan, folder))
             return
         log.emit("planned", **planned_event(source, prepared.plan, folder))
-        with StopRequest() as stop, RunProgress(quiet=as_json) as progress:
+        with StopRequest() as stop, RunProgress(quiet=as_json or not ranks.first) as progress:
             manifest = quantize_checkpoint(prepared, log.beside(progress), restart=restart, stop=stop)
+        ranks.leave()
+        if not ranks.first:
+            return
         from kvq.publish.coverage import write_coverage
 
         coverage = None if prepared.plan.pass_through else write_coverage(folder)

@@ -13,7 +13,7 @@ def experts_per_chunk(device_type: str, rows: int, columns: int) -> int:
     return max(1, CHUNK_BYTES[device_type] // chunk_bytes_per_expert(rows, columns))
 
 
-def expert_chunks(num_experts: int, device_type: str, rows: int, columns: int) -> list[range]:
-    """All experts, in order, in chunks that are solved together."""
+def expert_chunks(experts: range, device_type: str, rows: int, columns: int) -> list[range]:
+    """Experts, in order, in chunks that are solved together."""
     size = experts_per_chunk(device_type, rows, columns)
-    return [range(start, min(start + size, num_experts)) for start in range(0, num_experts, size)]
+    return [experts[start : start + size] for start in range(0, len(experts), size)]

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvq.calibration.experts import Routing, gated_activation
+from kvq.calibration.experts import gated_activation
 from kvq.calibration.stats import cross_gram, gram
 from kvq.quantize.awq import search_smoothing
+from kvq.quantize.capture import Capture
 from kvq.quantize.drift import corrected_weight
 from kvq.quantize.moments import borrowed_share, borrowed_tokens, expert_moments
 from kvq.quantize.pack import pack_batch
@@ -37,14 +38,6 @@ class ExpertSource(Protocol):
     def expert_down(self, layer: int, experts: range) -> Tensor: ...
 
     def read_ahead(self, layer: int, experts: range, projections: Sequence[str]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Capture:
-    """What the router sent where during calibration: inputs of all tokens, and the rows of each expert."""
-
-    x_TH: Tensor
-    routing: Routing
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +74,7 @@ class LayerSolver:
         with torch.no_grad():
             layer_mean = None
             if self.capture is not None:
-                layer_mean = gram(self.capture.x_TH) / self.capture.x_TH.shape[0]
+                layer_mean = self.capture.layer_mean()
             for number, experts in enumerate(chunks):
                 self.progress(f"gate/up {experts.stop}/{self.num_experts}")
                 if number + 1 < len(chunks):
@@ -101,11 +94,11 @@ class LayerSolver:
 
     def _tokens(self, expert: int) -> Tensor:
         assert self.capture is not None
-        return self.capture.x_TH[self.capture.routing.token_R[self.capture.routing.rows(expert)]]
+        return self.capture.tokens(expert)
 
     def _counts(self, experts: range) -> list[int]:
         assert self.capture is not None
-        return [self.capture.routing.count(expert) for expert in experts]
+        return [self.capture.count(expert) for expert in experts]
 
     def _solve_gate_up(self, experts: range, layer_mean_HH: Tensor | None) -> None:
         weight_EJH = self.source.expert_gate_up(self.layer, experts)
@@ -158,8 +151,8 @@ class LayerSolver:
         """Mean second moment of down's inputs over all experts' tokens."""
         if self.capture is None:
             return None
-        total = torch.stack(list(self._down_sums.values())).sum(dim=0)
-        return total / max(1, self.capture.routing.start[-1])
+        total = self.capture.ranks.total(torch.stack(list(self._down_sums.values())).sum(dim=0))
+        return total / max(1, self.capture.num_rows)
 
     def _solve_down(self, experts: range, down_mean_II: Tensor | None) -> None:
         weight_EHI = self.source.expert_down(self.layer, experts)
@@ -185,13 +178,8 @@ class LayerSolver:
 
     def _add_output(self, expert: int, down_HI: Tensor) -> None:
         assert self.capture is not None and self._solved.output_TH is not None
-        routing = self.capture.routing
         hidden_TI = gated_activation(self._tokens(expert), self._gate_up.pop(expert)())
-        weight_T1 = routing.weight_R[routing.rows(expert)].float().unsqueeze(-1)
-        token_T = routing.token_R[routing.rows(expert)]
-        output_TH = F.linear(hidden_TI, down_HI).float().mul_(weight_T1)
-        # A token goes to an expert once, so this is a sum without collisions; `index_add_` would use slow atomics.
-        self._solved.output_TH[token_T] = output_TH.add_(self._solved.output_TH[token_T])
+        self.capture.add_output(self._solved.output_TH, expert, F.linear(hidden_TI, down_HI))
 
     def _record(self, experts: range, batch: SolverBatch, solved: SolvedBatch, rows: dict[str, slice]) -> None:
         """Pack each projection and note its errors."""
@@ -202,7 +190,7 @@ class LayerSolver:
             output_errors = _row_energy(delta_EOC, batch.hessian_EII), _row_energy(batch.weight_EOI, batch.hessian_EII)
         packed = pack_batch(solved.codes_EOI, solved.scale_EOG)
         for index, expert in enumerate(experts):
-            tokens = None if self.capture is None else self.capture.routing.count(expert)
+            tokens = None if self.capture is None else self.capture.count(expert)
             borrowed = None if tokens is None else borrowed_share(tokens, borrowed_tokens(self.recipe, down))
             for projection, part in rows.items():
                 name = self.module_name(expert, projection)

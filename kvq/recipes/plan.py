@@ -7,7 +7,7 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
-from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
+from kvq.checkpoint.architecture import EXPERTS, PROJECTIONS, ModelFacts, model_facts
 from kvq.checkpoint.formats import SourceFormat, detect_format
 from kvq.checkpoint.header import TensorInfo, tensor_bytes
 from kvq.checkpoint.index import CheckpointIndex
@@ -15,6 +15,7 @@ from kvq.checkpoint.patterns import REGEX, matching
 from kvq.errors import CheckpointError, RecipeError
 from kvq.recipes.schema import Recipe
 from kvq.recipes.scheme import quantization_config
+from kvq.shares import check_even, share
 
 Action = Literal["pack", "keep", "dequantize"]
 
@@ -73,6 +74,7 @@ class QuantPlan:
     source_bytes: int
     warnings: tuple[str, ...]
     pass_through: bool = False
+    num_ranks: int = 1
 
     @property
     def output_bytes(self) -> int:
@@ -85,6 +87,13 @@ class QuantPlan:
             tensor.name.endswith(".weight_packed") for tensor in self.tensors.values() if tensor.action == "pack"
         )
 
+    def layer_shards(self, rank: int) -> dict[int | None, tuple[str, list[TensorPlan]]]:
+        """What a rank writes for each layer, None being what lies outside; ("", []) where it writes nothing."""
+        shards, names = self.shard_tensors(), _shard_names(self.facts, self.num_ranks)
+        layers = [None, *range(self.facts.num_layers + self.facts.num_mtp_layers)]
+        own = {layer: names.get((layer, rank), "") for layer in layers}
+        return {layer: (shard, shards.get(shard, [])) for layer, shard in own.items()}
+
     def shard_tensors(self) -> dict[str, list[TensorPlan]]:
         """Shard -> its tensors, in name order."""
         shards: dict[str, list[TensorPlan]] = {}
@@ -93,7 +102,7 @@ class QuantPlan:
         return dict(sorted(shards.items()))
 
 
-def resolve_plan(recipe: Recipe, config: Mapping[str, Any], index: CheckpointIndex) -> QuantPlan:
+def resolve_plan(recipe: Recipe, config: Mapping[str, Any], index: CheckpointIndex, num_ranks: int = 1) -> QuantPlan:
     """Raises CheckpointError for a source that is unsupported or lacks tensors, RecipeError for a group size that does
     not fit."""
     facts = model_facts(config, index.folder)
@@ -107,10 +116,11 @@ def resolve_plan(recipe: Recipe, config: Mapping[str, Any], index: CheckpointInd
         return _pass_through(recipe, facts, source, index, warnings)
     _check_experts(facts, index)
     _check_group_size(recipe, facts)
-    tensors = {plan.name: plan for plan in _plan_tensors(recipe, facts, source, index)}
+    check_even(facts.num_experts, num_ranks)
+    tensors = {plan.name: plan for plan in _plan_tensors(recipe, facts, source, index, num_ranks)}
     unquantized = [name.removesuffix(".weight") for name, plan in tensors.items() if _is_plain_linear(plan)]
     described = quantization_config(recipe, source, unquantized)
-    return QuantPlan(recipe, facts, source, tensors, described, index.total_bytes, tuple(warnings))
+    return QuantPlan(recipe, facts, source, tensors, described, index.total_bytes, tuple(warnings), num_ranks=num_ranks)
 
 
 def _is_plain_linear(plan: TensorPlan) -> bool:
@@ -157,15 +167,18 @@ def class_in_layer(below: str) -> str:
 
 
 def _plan_tensors(
-    recipe: Recipe, facts: ModelFacts, source: SourceFormat, index: CheckpointIndex
+    recipe: Recipe, facts: ModelFacts, source: SourceFormat, index: CheckpointIndex, num_ranks: int
 ) -> Iterator[TensorPlan]:
-    shard_of = _shard_names(facts)
+    shard_of = _shard_names(facts, num_ranks)
+    owner = [rank for rank in range(num_ranks) for _ in share(facts.num_experts, rank, num_ranks)]
     scale_end = f".{source.scale_suffix}" if source.scale_suffix else None
     for name, layer, below in facts.places(sorted(index.tensors)):
-        info, shard = index.tensors[name], shard_of[layer]
+        info, shard = index.tensors[name], shard_of[layer, 0]
         kind = tensor_class(name, facts) if layer is None else class_in_layer(below)
         if kind == "routed experts" and name.endswith(".weight"):
             sources, module = _sources(info, source), name[: -len("weight")]
+            if num_ranks > 1:
+                shard = shard_of[layer, owner[int(name.split(f".{EXPERTS}", 1)[1].split(".", 1)[0])]]
             for suffix, dtype, shape in _packed_parts(info.shape, recipe.num_bits, recipe.group_size):
                 yield TensorPlan(module + suffix, dtype, shape, "pack", kind, shard, sources)
         elif kind == "routed experts" and scale_end and name.endswith(scale_end):
@@ -225,9 +238,12 @@ def _check_scaled(scale_name: str, source: SourceFormat, index: CheckpointIndex)
         raise CheckpointError(f"{index.folder}: {scale_name} is a scale, but its weight is not FP8.")
 
 
-def _shard_names(facts: ModelFacts) -> dict[int | None, str]:
-    """One shard for what lies outside the layers, then one per layer (an MTP layer too)."""
-    keys: list[int | None] = [None, *range(facts.num_layers + facts.num_mtp_layers)]  # as _check_layers has seen
+def _shard_names(facts: ModelFacts, num_ranks: int) -> dict[tuple[int | None, int], str]:
+    """One shard for what lies outside the layers, then one per layer (an MTP layer too) and, where there are experts,
+    one per rank; keys are layer and rank."""
+    keys: list[tuple[int | None, int]] = [(None, 0)]
+    for layer in range(facts.num_layers + facts.num_mtp_layers):  # as _check_layers has seen
+        keys += [(layer, rank) for rank in range(num_ranks if layer in facts.moe_layers else 1)]
     return {key: f"model-{number:05d}-of-{len(keys):05d}.safetensors" for number, key in enumerate(keys, start=1)}
 
 

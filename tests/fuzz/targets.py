@@ -14,13 +14,13 @@ from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, CheckpointIndex, loa
 from kvq.checkpoint.journal import FOLDER, Journal
 from kvq.checkpoint.metadata import Metadata
 from kvq.checkpoint.writer import CheckpointWriter
-from kvq.pipeline import step_results
 from kvq.publish.gpus import find_gpu
 from kvq.publish.parallel import Parallel
 from kvq.publish.plan_report import plan_report
 from kvq.publish.sizing import make_deployment
 from kvq.recipes.plan import resolve_plan
 from kvq.recipes.schema import load_recipe, override
+from kvq.run import step_results
 from kvq.verify.checks import verify_checkpoint
 from kvq.verify.inspection import inspect_folder
 from kvq.verify.structure import check_files, load_manifest

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from kvq.calibration.experts import sort_by_expert
 from kvq.quantize import experts as experts_module
+from kvq.quantize.capture import Capture
 from kvq.quantize.chunks import expert_chunks
-from kvq.quantize.experts import Capture, LayerSolver, SolvedLayer
+from kvq.quantize.experts import LayerSolver, SolvedLayer
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.types import SolvedBatch, SolverBatch
+from kvq.ranks import Ranks
 from kvq.recipes.schema import Recipe
 from tests import reference
 
@@ -62,9 +64,9 @@ class TinyLayer:
 
     def solve(self, recipe: Recipe, with_data: bool = True) -> SolvedLayer:
         routing = sort_by_expert(self.expert_TK, self.weight_TK, NUM_EXPERTS)
-        capture = Capture(self.x_TH, routing) if with_data else None
+        capture = Capture.of(self.x_TH, routing, Ranks()) if with_data else None
         solver = LayerSolver(
-            self, recipe, 7, NUM_EXPERTS, expert_chunks(NUM_EXPERTS, "cpu", 2 * INTER, HIDDEN),
+            self, recipe, 7, NUM_EXPERTS, expert_chunks(range(NUM_EXPERTS), "cpu", 2 * INTER, HIDDEN),
             lambda expert, projection: f"e{expert}.{projection}",
             torch.device("cpu"), capture, lambda text: None,
         )  # fmt: skip
