@@ -8,6 +8,8 @@
     |-- QuantizationError      6   the solver: too many fallbacks, a result that cannot be right
     |-- OutputError            7   the place to write: exists already, too little space
     |-- HubError               8   the Hub: unreachable, refused, no such model
+    |-- GateError             10   a measured figure misses a limit that was set
+    |-- ServerError           11   a serving engine: unreachable, refused, answers nonsense
     `-- StoppedError         130   SIGINT came (143: SIGTERM); what is finished is kept
 
 Every message names the place, what was found and what to do. The number is the exit code.
@@ -60,6 +62,18 @@ class HubError(KvqError):
     """The Hugging Face Hub did not deliver."""
 
     exit_code = 8
+
+
+class GateError(KvqError):
+    """A measured figure misses a limit that was set for it."""
+
+    exit_code = 10
+
+
+class ServerError(KvqError):
+    """A serving engine did not give what its API promises."""
+
+    exit_code = 11
 
 
 class StoppedError(KvqError):

@@ -22,11 +22,13 @@ DOORS = {
     "compressed_tensors": ("checkpoint/packing.py", "quantize/llmcompressor_backend.py", "verify/structure.py"),
     "safetensors": ("checkpoint/reader.py", "checkpoint/writer.py", "checkpoint/journal.py"),
     "huggingface_hub": ("checkpoint/source.py", "checkpoint/hub_headers.py"),
-    "httpx": ("checkpoint/source.py",),
+    "httpx": ("checkpoint/source.py", "verify/server.py"),
+    "jsonschema": ("verify/toolcalls/tools.py",),
+    "lm_eval": ("verify/tasks/harness.py", "verify/tasks/harness_model.py"),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
-    "jinja2": ("calibration/dataset.py",),
-    "rich": ("console/screen.py", "console/run.py", "console/plan.py"),
+    "jinja2": ("calibration/dataset.py", "verify/chat.py", "publish/card_page.py"),
+    "rich": ("console/screen.py", "console/run.py", "console/plan.py", "console/tasks.py"),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
 }
 
