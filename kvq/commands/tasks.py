@@ -73,12 +73,12 @@ def tasks(
 def _ask(
     chosen: "Sequence[Task]", folder: Path, url: str | None, device: str, concurrency: int, watch: "Watch"
 ) -> "dict[str, TaskAnswers]":
-    from kvq.verify.models import open_answerer
+    from kvq.verify.models import opened
     from kvq.verify.tasks.run import answer_tasks
 
     watch(f"opening {url or folder}")
-    answerer, route = open_answerer(folder, url, device, concurrency)
-    return answer_tasks(chosen, answerer, folder, route, lambda text: watch(f"{folder.name}: {text}"))
+    with opened(folder, url, device, concurrency) as (answerer, route):
+        return answer_tasks(chosen, answerer, folder, route, lambda text: watch(f"{folder.name}: {text}"))
 
 
 def _pairs(flag: str, values: list[str] | None) -> dict[str, str]:

@@ -14,7 +14,7 @@ def show_tasks(tasks: Mapping[str, Any]) -> None:
     """One row a task, then the flips."""
     table = Table(show_edge=False)
     for title in ("task", "rows", "source", "quantized", "recovery", "lost", "gained", "cut off"):
-        table.add_column(title, justify="left" if title == "task" else "right")
+        table.add_column(title, justify="left" if title == "task" else "right", no_wrap=title == "task")
     for name, row in tasks.items():
         flips = row["flips"]
         table.add_row(

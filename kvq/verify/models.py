@@ -1,5 +1,7 @@
 """Where the models of a comparison run: folders in this process, or servers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvq.errors import RecipeError, VerificationError
@@ -8,18 +10,21 @@ from kvq.verify.chat import ChatFormat, stop_ids
 from kvq.verify.server import Server, ServerAnswerer
 
 
-def open_answerer(folder: Path, url: str | None, device: str, concurrency: int) -> tuple[Answerer, str]:
+@contextmanager
+def opened(folder: Path, url: str | None, device: str, concurrency: int) -> Iterator[tuple[Answerer, str]]:
     """The model of a folder, in this process or behind a server; and its route, for reports.
 
     Raises CheckpointError, RecipeError, ServerError.
     """
     if url is not None:
-        return ServerAnswerer(Server(url, concurrency=concurrency), stop_ids(folder)), "server"
+        with Server(url, concurrency=concurrency) as server:
+            yield ServerAnswerer(server, stop_ids(folder)), "server"
+        return
     from kvq.calibration.forward import pick_device
     from kvq.verify.in_process import InProcess
 
     chosen = pick_device(device)
-    return InProcess(folder, chosen), f"in process, {chosen.type}"
+    yield InProcess(folder, chosen), f"in process, {chosen.type}"
 
 
 def check_same_prompts(folder: Path, source: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class Server:
-    """`url` with or without the closing /v1. Raises ServerError for whatever is not a good answer."""
+    """`url` with or without the closing /v1. A context manager; raises ServerError for whatever is no good answer."""
 
     def __init__(
         self, url: str, *, concurrency: int = 16, timeout: float = 3600.0, key: str = "none", pause: float = 1.0
@@ -35,15 +35,24 @@ class Server:
             limits=httpx.Limits(max_connections=concurrency),
             trust_env=False,
         )
+        try:
+            self.model, self.context = self._first_model()
+        except ServerError:
+            self._client.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def _first_model(self) -> tuple[str, int]:
         listed = self._json("GET", "/models", None)
         try:
-            self.model = str(listed["data"][0]["id"])
-            self.context = int(listed["data"][0].get("max_model_len") or 2**31)
-        except (KeyError, IndexError, TypeError, ValueError):
+            return str(listed["data"][0]["id"]), int(listed["data"][0].get("max_model_len") or 2**31)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise ServerError(f"{self.place}/models lists no model; is this an OpenAI API?") from None
-
-    def close(self) -> None:
-        self._client.close()
 
     def post(self, route: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """One JSON request."""

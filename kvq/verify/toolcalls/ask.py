@@ -67,7 +67,7 @@ def outcome(message: Mapping[str, Any], reason: Any, place: str) -> Outcome:
     calls, problems = [], []
     for number, raw in enumerate(message.get("tool_calls") or (), start=1):
         function = raw.get("function") if isinstance(raw, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             problems.append(f"call {number}: it has no name")
             continue
         try:

@@ -73,8 +73,9 @@ def _call(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> tuple[To
 
 def _field(text: str, at: int, mark: str, end_mark: str) -> tuple[str, int]:
     if not text.startswith(mark, at):
-        found = text[at : at + 40]
-        raise MalformedError(f"{found!r} stands where {mark} belongs" if found else "it is cut off")
+        if mark.startswith(text[at:]) or CALL_END.startswith(text[at:]):
+            raise MalformedError("it is cut off")
+        raise MalformedError(f"{text[at : at + 40]!r} stands where {mark} belongs")
     end = text.find(end_mark, at)
     if end < 0:
         raise MalformedError("it is cut off")

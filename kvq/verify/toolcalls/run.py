@@ -8,7 +8,7 @@ from kvq.checkpoint.index import load_json
 from kvq.errors import CalibrationError, RecipeError
 from kvq.verify.answers import Watch
 from kvq.verify.chat import ChatFormat
-from kvq.verify.models import open_answerer
+from kvq.verify.models import opened
 from kvq.verify.questions import QuestionFile
 from kvq.verify.reports import require
 from kvq.verify.server import Server
@@ -30,13 +30,14 @@ def ask_model(
     if file.kind != "tool-calls":
         raise CalibrationError(f"{file.name}: its rows have no `tools`; `kvq tasks` asks other questions.")
     if url is not None:
-        server = Server(url, concurrency=concurrency)
-        return {
-            SERVER: ask_server(file.questions, server, max_tokens, watch, stream=False),
-            STREAM: ask_server(file.questions, server, max_tokens, watch, stream=True),
-        }
-    answerer, _ = open_answerer(folder, None, device, concurrency)
-    return {TEXT: ask_text(file.questions, answerer, ChatFormat(folder), parser_of(folder), max_tokens, watch)}
+        with Server(url, concurrency=concurrency) as server:
+            return {
+                SERVER: ask_server(file.questions, server, max_tokens, watch, stream=False),
+                STREAM: ask_server(file.questions, server, max_tokens, watch, stream=True),
+            }
+    parser = parser_of(folder)
+    with opened(folder, None, device, concurrency) as (answerer, _):
+        return {TEXT: ask_text(file.questions, answerer, ChatFormat(folder), parser, max_tokens, watch)}
 
 
 def compare_models(file: QuestionFile, source: Outcomes, quantized: Outcomes, max_tokens: int) -> dict[str, Any]:
