@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`metric` and `filter` pick the harness's figure; `code` means that answers are run as programs."""
+    """`folder` has the harness's definitions; `metric` and `filter` pick its figure; `code` means that answers are run
+    as programs."""
 
     name: str
+    folder: str
     data_set: str
     metric: str
     filter: str = "none"
@@ -24,11 +26,15 @@ class Preset:
 PRESETS: Mapping[str, Preset] = {
     preset.name: preset
     for preset in (
-        Preset("gsm8k", "openai/gsm8k", "exact_match", "flexible-extract", chat=True, max_tokens=16384),
-        Preset("arc_easy", "allenai/ai2_arc", "acc_norm"),
-        Preset("arc_challenge", "allenai/ai2_arc", "acc_norm"),
-        Preset("mmlu", "cais/mmlu", "acc"),
-        Preset("mmlu_pro", "TIGER-Lab/MMLU-Pro", "exact_match", "custom-extract", chat=True, max_tokens=16384),
-        Preset("humaneval", "openai/openai_humaneval", "pass@1", "create_test", max_tokens=1024, code=True),
+        Preset("gsm8k", "gsm8k", "openai/gsm8k", "exact_match", "flexible-extract", chat=True, max_tokens=16384),
+        Preset("arc_easy", "arc", "allenai/ai2_arc", "acc_norm"),
+        Preset("arc_challenge", "arc", "allenai/ai2_arc", "acc_norm"),
+        Preset("mmlu", "mmlu/default", "cais/mmlu", "acc"),
+        Preset(
+            "mmlu_pro", "mmlu_pro", "TIGER-Lab/MMLU-Pro", "exact_match", "custom-extract", chat=True, max_tokens=16384
+        ),
+        Preset(
+            "humaneval", "humaneval", "openai/openai_humaneval", "pass@1", "create_test", max_tokens=1024, code=True
+        ),
     )
 }

@@ -65,6 +65,7 @@ def choose_tasks(
     for name in names:
         if name in PRESETS:
             preset = PRESETS[name]
+            _expect_harness()
             if preset.code and not allow_code:
                 raise RecipeError(
                     f"{name} runs the model's answers as programs on this machine; allow it: --allow-code."
@@ -77,6 +78,13 @@ def choose_tasks(
     if len({task.name for task in tasks}) != len(tasks):
         raise RecipeError("two --task have one name; their reports would overwrite each other.")
     return tasks
+
+
+def _expect_harness() -> None:
+    """Raise RecipeError now, not after the models have been loaded."""
+    from kvq.verify.tasks.harness import version
+
+    version()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,5 @@
 """Local tasks: what counts as an answer, and whole runs through `kvq tasks` and `kvq tool-calls`."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from kvq.verify.answers import Answer, before_stop
@@ -56,9 +53,3 @@ def test_judging() -> None:
 )
 def test_before_stop(text: str, stop: list[str], kept: str) -> None:
     assert before_stop(text, stop) == kept
-
-
-def arithmetic(tmp_path: Path, count: int = 4) -> Path:
-    path = tmp_path / "sums.jsonl"
-    path.write_text("\n".join(json.dumps({"q": f"{i}+{i}?", "ans": 2 * i}) for i in range(count)))
-    return path
