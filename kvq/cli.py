@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kvq import __version__
+from kvq.commands.card import card
 from kvq.commands.evaluate import evaluate
 from kvq.commands.inspect import inspect
 from kvq.commands.models import models
@@ -21,7 +22,7 @@ OUT_OF_MEMORY = 9
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
-for command in (quantize, models, verify, evaluate, tasks, tool_calls, plan, inspect):
+for command in (quantize, models, verify, evaluate, tasks, tool_calls, card, plan, inspect):
     app.command()(command)
 
 

@@ -50,7 +50,8 @@ def serve(engine: Engine) -> Iterator[Engine]:
 def stream_events(choice: Json, seed: int = 0) -> list[Json]:
     """The deltas of a chat choice: role, content by letters, each call's name and then its arguments in pieces."""
     draw = random.Random(seed)
-    message, deltas = choice["message"], [{"role": "assistant", "content": ""}]
+    message = choice["message"]
+    deltas: list[Json] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": letter} for letter in message.get("content") or ""]
     for index, call in enumerate(message.get("tool_calls") or ()):
         function = call["function"]

@@ -1,12 +1,13 @@
 """Report files beside a checkpoint: `kvq-reports/*.json`, written whole or not at all, and read with suspicion."""
 
-import math
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvq import __version__
+from kvq.checkpoint.index import MANIFEST_NAME, load_json
 from kvq.checkpoint.writer import dump_json
 from kvq.errors import OutputError, VerificationError
 
@@ -27,7 +28,8 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 def write_report(folder: Path, name: str, schema: str, body: Mapping[str, Any]) -> Path:
     """Write `<folder>/kvq-reports/<name>.json` and give its path."""
     path = folder / FOLDER / f"{name}.json"
-    write_json(path, {"schema": schema, "kvq_version": __version__, **body})
+    head = {"schema": schema, "kvq_version": __version__, "checkpoint_sha256": checkpoint_identity(folder)}
+    write_json(path, {**head, **body})
     return path
 
 
@@ -42,8 +44,14 @@ def require(value: Any, schema: str | None, path: Path, what: str = "the file") 
     return value
 
 
-def number(value: Any) -> float:
-    """A finite number. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{str(value)[:40]!r} is not a finite number")
-    return float(value)
+def checkpoint_identity(folder: Path) -> str | None:
+    """One hash over the weight files of a manifest, so that a report cannot be taken for another checkpoint's.
+
+    None where kvq did not make the folder. Raises CheckpointError for a manifest that is no JSON.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    files = load_json(path).get("files")
+    weights = sorted(f"{name} {digest}" for name, digest in (files or {}).items() if name.endswith(".safetensors"))
+    return hashlib.sha256("\n".join(weights).encode()).hexdigest()

@@ -10,7 +10,7 @@ from kvq.errors import CalibrationError, RecipeError
 from kvq.verify.answers import Answerer, Watch
 from kvq.verify.chat import ChatFormat
 from kvq.verify.questions import QuestionFile, load_questions
-from kvq.verify.reports import number, require
+from kvq.verify.reports import require
 from kvq.verify.tasks.local import MAX_TOKENS, run_local
 from kvq.verify.tasks.presets import PRESETS, Preset
 from kvq.verify.tasks.stats import Row, compare
@@ -169,6 +169,6 @@ def missed_recovery(tasks: Mapping[str, Any], limits: Mapping[str, float]) -> li
         found = tasks.get(name, {}).get("recovery")
         if found is None:
             missed.append(f"{name}: recovery was not measured, at least {limit:g} % is wanted")
-        elif number(found) < limit:
+        elif not found >= limit:
             missed.append(f"{name}: recovery is {found:.2f} %, at least {limit:g} % is wanted")
     return missed

@@ -44,6 +44,19 @@ def recovery(source_correct: int, quantized_correct: int) -> float | None:
     return 100 * quantized_correct / source_correct if source_correct else None
 
 
+def recovery_error(source: Sequence[Row], quantized: Sequence[Row]) -> float | None:
+    """Standard error of the recovery, in percent: the ratio of two means over the same questions, by the delta method.
+
+    None where the source has none right, or with one question.
+    """
+    count, right = len(source), sum(row.correct for row in source)
+    if not right or count < 2:
+        return None
+    ratio = sum(row.correct for row in quantized) / right
+    squares = sum((ours.correct - ratio * theirs.correct) ** 2 for theirs, ours in zip(source, quantized, strict=True))
+    return 100 * math.sqrt(squares / (count * (count - 1))) / (right / count)
+
+
 def mcnemar(lost: int, gained: int) -> float:
     """Exact two-sided probability of a split as uneven as this if both directions were equally likely."""
     changed = lost + gained
@@ -67,6 +80,7 @@ def compare(source: Sequence[Row], quantized: Sequence[Row]) -> dict[str, Any]:
         "source": left,
         "quantized": right,
         "recovery": recovery(left["correct"], right["correct"]),
+        "recovery_error": recovery_error(source, quantized),
         "flips": {
             "lost": len(lost),
             "gained": len(gained),
