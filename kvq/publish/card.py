@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq import __version__
 from kvq.checkpoint.index import MANIFEST_NAME, load_json
 from kvq.checkpoint.source import check_hub_id
 from kvq.errors import CheckpointError, OutputError, RecipeError, VerificationError
@@ -17,6 +16,7 @@ from kvq.publish.card_measured import distance_section, kv_section, plots, task_
 from kvq.publish.card_metadata import SOURCE_CARD, front_matter, license_fields, source_metadata
 from kvq.publish.card_page import render_page
 from kvq.publish.card_tensors import classes_by_type, packed_text, tensor_rows, words
+from kvq.publish.manifest import FEW_TOKENS
 from kvq.verify.report_file import ReportFile
 
 CARD = "README.md"
@@ -47,7 +47,7 @@ def build_card(folder: Path, base_model: str | None = None, notes: Sequence[str]
         "distance": distance_section(folder, manifest.text("recipe_sha256")), "tasks": task_section(folder),
         "tool_calls": tool_call_section(folder), "kv": kv_section(folder), "plots": plots(folder),
         "summary": _summary(manifest), "scripts": serving_scripts(folder), "command": serve_command(manifest),
-        "recipe": _recipe_text(manifest), "kvq_version": __version__,
+        "recipe": _recipe_text(manifest), "few_tokens": FEW_TOKENS,
     })  # fmt: skip
     return head + page
 

@@ -9,7 +9,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 from kvq.errors import VerificationError
 
 # What Markdown, the HTML inside it, tables and math would take for their own.
-SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~#$])")
+# An underscore between letters is only an underscore.
+SPECIAL = re.compile(r"([\\`*{}\[\]<>|~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 
 
 class Markdown(str):
