@@ -13,12 +13,12 @@ SHOWN = 10
 def show_tasks(tasks: Mapping[str, Any]) -> None:
     """One row a task, then the flips."""
     table = Table(show_edge=False)
-    for title in ("task", "rows", "source", "quantized", "recovery", "lost", "gained", "cut off"):
+    for title in ("task", "source", "quantized", "recovery", "lost", "gained", "cut off"):
         table.add_column(title, justify="left" if title == "task" else "right", no_wrap=title == "task")
     for name, row in tasks.items():
         flips = row["flips"]
         table.add_row(
-            name, str(row["num_samples"]), share_text(row["source"]), share_text(row["quantized"]),
+            name, share_text(row["source"]), share_text(row["quantized"]),
             percent_text(row["recovery"]), str(flips["lost"]), str(flips["gained"]),
             f"{row['source']['cut']} / {row['quantized']['cut']}",
         )  # fmt: skip
@@ -64,11 +64,11 @@ def show_tool_calls(report: Mapping[str, Any]) -> None:
 
 
 def share_text(share: Mapping[str, Any] | None) -> str:
-    """`99/100 (94.6 to 99.8 %)`, the interval at 95 %."""
+    """`99/100 (94.6-99.8 %)`, the interval at 95 %."""
     if share is None:
         return "none"
     low, high = share["interval"]
-    return f"{share['correct']}/{share['total']} ({100 * low:.1f} to {100 * high:.1f} %)"
+    return f"{share['correct']}/{share['total']} ({100 * low:.1f}-{100 * high:.1f} %)"
 
 
 def percent_text(value: float | None) -> str:

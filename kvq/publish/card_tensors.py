@@ -26,7 +26,7 @@ class TensorRow:
 
 
 def tensor_rows(manifest: Mapping[str, Any], path: Path) -> list[TensorRow]:
-    """Largest first. Raises VerificationError for a manifest that is damaged."""
+    """Largest class first. Raises VerificationError for a manifest that is damaged."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
     types = _types(manifest, path)
@@ -45,7 +45,10 @@ def tensor_rows(manifest: Mapping[str, Any], path: Path) -> list[TensorRow]:
         for key in counts
         for title, stored, action in [key]
     ]
-    return sorted(rows, key=lambda row: (-row.nbytes, row.title, row.stored))
+    total = Counter[str]()
+    for row in rows:
+        total[row.title] += row.nbytes
+    return sorted(rows, key=lambda row: (-total[row.title], row.title, -row.nbytes, row.stored))
 
 
 def _types(manifest: Mapping[str, Any], path: Path) -> dict[str, str]:
@@ -75,7 +78,7 @@ def packed_text(manifest: Mapping[str, Any]) -> str:
 def classes_by_type(rows: list[TensorRow]) -> dict[str, list[str]]:
     """Type -> classes of which most bytes are stored so; the types of most bytes first."""
     largest: dict[str, TensorRow] = {}
-    for row in rows:  # largest first
+    for row in rows:  # the largest of each class first
         largest.setdefault(row.title, row)
     grouped: dict[str, list[str]] = {}
     for row in largest.values():

@@ -36,7 +36,7 @@ def head(card: str) -> Json:
 
 
 def html(card: str) -> str:
-    return MarkdownIt("commonmark").enable("table").render(card.split("---\n", 2)[2])
+    return str(MarkdownIt("commonmark").enable("table").render(card.split("---\n", 2)[2]))
 
 
 def tables(card: str) -> list[list[list[str]]]:

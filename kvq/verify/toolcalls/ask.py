@@ -1,6 +1,6 @@
 """What a model does with each question: one Outcome, from its own text or from a server's API, streamed or not."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,16 @@ def ask_text(
 
 
 def ask_server(
-    questions: Sequence[Question], server: Server, max_tokens: int, watch: Watch, *, stream: bool
+    questions: Sequence[Question], server: Server, room: Callable[[Question], int], watch: Watch, *, stream: bool
 ) -> list[Outcome]:
-    """Answers by /v1/chat/completions with `tools`, parsed by the server. Raises ServerError."""
+    """Answers by /v1/chat/completions with `tools`, parsed by the server. Raises ServerError.
+
+    `room` gives the tokens that an answer may have: servers refuse more than fit their context.
+    """
 
     def ask(question: Question) -> Outcome:
         asked: dict[str, Any] = {
-            "messages": list(question.messages), "temperature": 0, "max_tokens": max_tokens,
+            "messages": list(question.messages), "temperature": 0, "max_tokens": room(question),
         }  # fmt: skip
         if question.tools:
             asked |= {"tools": list(question.tools), "tool_choice": "auto"}

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from kvq.checkpoint.index import load_json
-from kvq.errors import CalibrationError, RecipeError
+from kvq.errors import CalibrationError, RecipeError, ServerError
 from kvq.verify.answers import Watch
 from kvq.verify.chat import ChatFormat
 from kvq.verify.models import opened
-from kvq.verify.questions import QuestionFile
+from kvq.verify.questions import Question, QuestionFile
 from kvq.verify.reports import require
 from kvq.verify.server import Server
 from kvq.verify.toolcalls.ask import Outcome, ask_server, ask_text
@@ -19,6 +19,7 @@ from kvq.verify.toolcalls.score import compare_outcomes, same_calls
 
 SCHEMA = "kvq.toolcalls/1"
 ANSWERS_SCHEMA = "kvq.toolcall-answers/1"
+CHAT_MARGIN = 64  # a server's own rendering may be some tokens longer than the one here
 TEXT, SERVER, STREAM = "text", "server", "server, streamed"
 Outcomes = Mapping[str, Sequence[Outcome]]
 
@@ -30,10 +31,19 @@ def ask_model(
     if file.kind != "tool-calls":
         raise CalibrationError(f"{file.name}: its rows have no `tools`; `kvq tasks` asks other questions.")
     if url is not None:
+        chat = ChatFormat(folder)
         with Server(url, concurrency=concurrency) as server:
+
+            def room(question: Question) -> int:
+                prompt = chat.encode(chat.render(question.messages, question.tools, question.id))
+                left = server.context - len(prompt) - CHAT_MARGIN
+                if left < 1:
+                    raise ServerError(f"{server.place}: {question.id} leaves no room for an answer.")
+                return min(max_tokens, left)
+
             return {
-                SERVER: ask_server(file.questions, server, max_tokens, watch, stream=False),
-                STREAM: ask_server(file.questions, server, max_tokens, watch, stream=True),
+                SERVER: ask_server(file.questions, server, room, watch, stream=False),
+                STREAM: ask_server(file.questions, server, room, watch, stream=True),
             }
     parser = parser_of(folder)
     with opened(folder, None, device, concurrency) as (answerer, _):

@@ -170,7 +170,7 @@ def test_over_http_plain_and_streamed(file: QuestionFile, piece: int) -> None:
     wanted = [(timer(i),) for i in range(5)] + [()]
     with scripted(answers, piece) as engine, Server(engine.url) as server:
         for stream in (False, True):
-            found = ask_server(file.questions, server, 100, ignore, stream=stream)
+            found = ask_server(file.questions, server, lambda question: 100, ignore, stream=stream)
             assert [one.parsed.calls for one in found] == wanted
             assert found[5].parsed.content == "caf\u00e9\u2028\U0001f600"
     for asked in engine.asked:
