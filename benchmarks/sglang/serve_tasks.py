@@ -33,9 +33,7 @@ def kvq(command: str, *arguments: object) -> int:
     return subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
 
 
-def ask(
-    served: Path, folder: Path, data: Sequence[Path], log: Path, extra: Mapping[str, Sequence[object]]
-) -> list[int]:
+def ask(folder: Path, data: Sequence[Path], log: Path, extra: Mapping[str, Sequence[object]]) -> list[int]:
     """Serve one checkpoint and ask it everything; exit codes of kvq. `extra` has each command's own arguments."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sparse = "index_topk" in config
