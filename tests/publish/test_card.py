@@ -171,6 +171,8 @@ def test_what_was_measured(folder: Path) -> None:
     assert ["fp8_e4m3", "4321", "0.50000 \u00b1 0.00200 nats", "50.00 \u00b1 0.20 %"] in cells
     assert "KV scales: `one` (because)." in card and card.count("used by x") == 1
     assert "![kvq-reports/damage.png](kvq-reports/damage.png)" in card
+    put_tasks(folder, "more")
+    assert "(more: 777 tokens, server; sums: 777 tokens, server)" in build_card(folder)
     assert "sums: 777 tokens, server" in card and "`held\\|out.jsonl`" in card
 
 
