@@ -35,12 +35,12 @@ def _harness() -> Any:
     return lm_eval
 
 
-def run_preset(  # the seams of two programs meet here
+def run_preset(
     preset: Preset, answerer: Answerer, chat: ChatFormat, *, limit: int | None, max_tokens: int, data: Path | None,
     watch: Watch,
 ) -> list[Row]:  # fmt: skip
     """One model's rows. `limit` counts rows of each of the harness's tasks (MMLU has 57). Raises HubError when the data
-    set cannot be had, RecipeError without the harness, and what the answerer raises."""
+    set cannot be had, RecipeError without the harness, CalibrationError for no rows, and what the answerer raises."""
     _harness()
     from lm_eval.evaluator import evaluate
 
@@ -113,7 +113,8 @@ def _row(task: str, sample: dict[str, Any], preset: Preset, model: Any) -> Row:
         filtered = sample["filtered_resps"][0]
         answer = str(filtered[0] if isinstance(filtered, list) and filtered else filtered)[:ANSWER_LENGTH]
     prompt = sample["arguments"][0][0]
-    return Row(f"{task}/{sample['doc_id']}", answer, bool(sample[preset.metric]), model.cut.get(prompt, False))
+    name = f"{task}/{sample['doc_id']}#{sample['doc_hash'][:8]}"  # answers to another edition of the data are noticed
+    return Row(name, answer, bool(sample[preset.metric]), model.cut.get(prompt, False))
 
 
 def _chosen(sample: dict[str, Any], metric: str) -> int:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_gsm8k_in_the_chat_template(tmp_path: Path, scripted: Scripted, monkeypa
     found = harness.run_preset(
         PRESETS["gsm8k"], scripted, scripted.chat, limit=4, max_tokens=77, data=data, watch=ignore
     )  # fmt: skip
-    assert found == [
+    assert [replace(row, id=row.id.split("#")[0]) for row in found] == [
         Row("gsm8k/0", "$1,000.", True, False),
         Row("gsm8k/1", "3", False, False),
         Row("gsm8k/2", "5", False, False),
@@ -82,6 +83,9 @@ def test_gsm8k_in_the_chat_template(tmp_path: Path, scripted: Scripted, monkeypa
     again = Scripted(scripted.chat)
     harness.run_preset(PRESETS["gsm8k"], again, again.chat, limit=4, max_tokens=77, data=data, watch=ignore)
     assert again.prompts == scripted.prompts  # the same examples for the second model
+    changed = data_set(tmp_path / "other", "main", [{**row, "question": row["question"] + "?"} for row in rows])
+    other = harness.run_preset(PRESETS["gsm8k"], again, again.chat, limit=4, max_tokens=77, data=changed, watch=ignore)
+    assert {row.id for row in other}.isdisjoint(row.id for row in found)
 
 
 def test_arc_by_log_probabilities(tmp_path: Path, scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +96,7 @@ def test_arc_by_log_probabilities(tmp_path: Path, scripted: Scripted, monkeypatc
         PRESETS["arc_easy"], scripted, scripted.chat, limit=None, max_tokens=1, watch=ignore,
         data=data_set(tmp_path / "arc", "ARC-Easy", rows),
     )  # fmt: skip
-    assert [(row.id, row.answer, row.correct) for row in found] == [
+    assert [(row.id.split("#")[0], row.answer, row.correct) for row in found] == [
         ("arc_easy/0", "2", False), ("arc_easy/1", "2", True), ("arc_easy/2", "2", False),
     ]  # fmt: skip
     assert scripted.pairs[0] == ("Question: q0\nAnswer:", " no") and len(scripted.pairs) == 9
