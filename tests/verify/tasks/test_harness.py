@@ -38,7 +38,7 @@ class Scripted:
         self.asked.append((max_tokens, tuple(stop)))
         self.prompts = [self.chat.decode(prompt) for prompt in prompts]
         # right, wrong, right inside the reasoning only, cut off
-        texts = ["<think>Question: 1</think>It is $1,000.", "#### 3", "<think>4</think>It is 5", "6 and so on"]
+        texts = ["<think>Question: 1</think>It is $1,000.", "#### 3", "<think>4</think>It is four.", "6 and so on"]
         return [Answer(text, cut=text.startswith("6")) for text in texts]
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], watch: Watch) -> list[tuple[float, bool]]:
@@ -74,7 +74,7 @@ def test_gsm8k_in_the_chat_template(tmp_path: Path, scripted: Scripted, monkeypa
     assert [replace(row, id=row.id.split("#")[0]) for row in found] == [
         Row("gsm8k/0", "$1,000.", True, False),
         Row("gsm8k/1", "3", False, False),
-        Row("gsm8k/2", "5", False, False),
+        Row("gsm8k/2", "[invalid]", False, False),
         Row("gsm8k/3", "6", True, True),
     ]
     assert scripted.asked == [(77, ())]  # the harness's own 256 tokens and its stop texts would cut reasoning off
