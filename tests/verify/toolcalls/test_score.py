@@ -70,6 +70,13 @@ def test_figures_by_hand(file: QuestionFile) -> None:
     assert (reference["flips"]["lost"], reference["flips"]["gained"], reference["recovery"]) == (3, 0, 25.0)
 
 
+def test_precision_is_of_what_this_model_calls_and_recall_of_what_the_source_calls() -> None:
+    source = [said(timer(1))] * 5 + [said()]
+    quantized = [said(timer(2))] * 2 + [said()] * 3 + [said(timer(1))]
+    figures = trigger_figures(source, quantized)
+    assert (figures["precision"], figures["recall"], figures["f1"]) == (2 / 3, 2 / 5, 0.5)
+
+
 def test_nobody_calls() -> None:
     figures = trigger_figures([said()], [said()])
     assert (figures["precision"], figures["recall"], figures["f1"]) == (None, None, None)
