@@ -27,6 +27,7 @@ DOORS = {
     "lm_eval": ("verify/tasks/harness.py", "verify/tasks/harness_model.py"),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py", "publish/card_metadata.py"),
+    "triton": ("quantize/triton_kernels.py",),
     "jinja2": ("calibration/dataset.py", "verify/chat.py", "publish/card_page.py"),
     "rich": ("console/screen.py", "console/run.py", "console/plan.py", "console/tasks.py"),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
