@@ -25,7 +25,6 @@ def version() -> str:
 
 def _harness() -> Any:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         import lm_eval
         import lm_eval.tasks
