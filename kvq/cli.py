@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvq import __version__
+from kvq.commands.card import card
 from kvq.commands.coverage import coverage
 from kvq.commands.doctor import doctor
 from kvq.commands.download import download
@@ -16,6 +17,8 @@ from kvq.commands.models import models
 from kvq.commands.plan import plan
 from kvq.commands.quantize import quantize
 from kvq.commands.serve_config import serve_config
+from kvq.commands.tasks import tasks
+from kvq.commands.tool_calls import tool_calls
 from kvq.commands.upload import upload
 from kvq.commands.verify import verify
 from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory
@@ -24,7 +27,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
 COMMANDS = (
-    quantize, models, verify, evaluate, plan, inspect, coverage, serve_config, download, upload, doctor,
+    quantize, models, verify, evaluate, tasks, tool_calls, card, plan, inspect, coverage, serve_config, download, upload,
+    doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

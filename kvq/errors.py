@@ -9,7 +9,8 @@
     |-- OutputError            7   the place to write: exists already, too little space
     |-- HubError               8   the Hub: unreachable, refused, no such model
     |-- GateError             10   a measured figure misses a limit that was set
-    |-- RankError             11   of several processes at one job, another one ended
+    |-- ServerError           11   a serving engine: unreachable, refused, answers nonsense
+    |-- RankError             12   of several processes at one job, another one ended
     `-- StoppedError         130   SIGINT came (143: SIGTERM); what is finished is kept
 
     out of memory              9   on the host or the GPU; Python's and torch's own errors
@@ -91,10 +92,16 @@ class GateError(KvqError):
     exit_code = 10
 
 
+class ServerError(KvqError):
+    """A serving engine did not give what its API promises."""
+
+    exit_code = 11
+
+
 class RankError(KvqError):
     """Another process of a run with several ended, or cannot be reached."""
 
-    exit_code = 11
+    exit_code = 12
 
 
 class StoppedError(KvqError):

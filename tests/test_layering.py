@@ -35,19 +35,21 @@ DOORS = {
     ),
     "matplotlib": ("verify/plots.py", "publish/coverage_plots.py"),
     "huggingface_hub": HUB,
-    "httpx": ("checkpoint/hub.py", "calibration/tables_door.py"),
+    "httpx": ("checkpoint/hub.py", "calibration/tables_door.py", "verify/server.py"),
+    "jsonschema": ("verify/toolcalls/tools.py",),
+    "lm_eval": ("verify/tasks/harness.py", "verify/tasks/harness_model.py"),
     "datasets": ("calibration/tables_door.py",),
     "pyarrow": ("calibration/tables_door.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
-    "yaml": ("recipes/schema.py", "recipes/models.py"),
+    "yaml": ("recipes/schema.py", "recipes/models.py", "publish/card_metadata.py"),
     "sglang": tuple(f"integrity/{name}.py" for name in ("plugin", "hooks", "incidents")),
     "triton": ("quantize/triton_kernels.py", "integrity/kernels.py"),
     "prometheus_client": ("integrity/counters.py",),
     "regex": ("checkpoint/patterns.py",),
-    "jinja2": ("calibration/dataset.py",),
+    "jinja2": ("calibration/dataset.py", "verify/chat.py", "publish/card_page.py"),
     "rich": tuple(
         f"console/{name}.py"
-        for name in ("screen", "run", "plan", "coverage", "evaluation", "transfer", "doctor", "serving")
+        for name in ("screen", "run", "plan", "coverage", "evaluation", "transfer", "doctor", "serving", "tasks")
     ),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
 }

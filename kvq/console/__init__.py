@@ -14,10 +14,11 @@ from kvq.console.run import (
 )
 from kvq.console.screen import ERR, OUT, clock, short_size, size
 from kvq.console.serving import show_serving
+from kvq.console.tasks import show_tasks, show_tool_calls
 
 __all__ = [
     "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison", "show_coverage",
     "show_evaluation", "show_gates", "show_inspection", "show_models", "show_plan", "show_plan_report", "show_result",
-    "show_serving",
+    "show_serving", "show_tasks", "show_tool_calls",
     "show_verification", "size",
 ]  # fmt: skip
