@@ -27,8 +27,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
 COMMANDS = (
-    quantize, models, verify, evaluate, tasks, tool_calls, card, plan, inspect, coverage, serve_config, download, upload,
-    doctor,
+    quantize, models, verify, evaluate, tasks, tool_calls, card, plan, inspect, coverage, serve_config, download,
+    upload, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvq.checkpoint.source import hub_errors
+from kvq.checkpoint.hub import hub_errors
 from kvq.errors import CalibrationError, HubError, RecipeError
 from kvq.verify.answers import Answerer, Watch
 from kvq.verify.chat import ChatFormat
