@@ -296,7 +296,7 @@ def step_results(journal: Journal) -> list[ModuleResult]:
 
 def _add_experts(store: ActivationStore, output_TH: Tensor) -> None:
     """Add the experts' part to a layer output that was computed without it, rounding once."""
-    length = store.hidden_NSH.shape[1]
+    length = store.shape[1]
     for batch in store.batches():
         rows = output_TH[batch.start * length : batch.stop * length]
         base = store.read(batch, output_TH.device)

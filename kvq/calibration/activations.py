@@ -27,40 +27,56 @@ def page_locked(value: Tensor) -> Tensor:
 class ActivationStore:
     """The input of the next layer for every sequence. Batches are moved to the device that computes.
 
-    On a machine with a GPU the buffer is page-locked and copies are queued: `state` waits for them.
+    On a machine with a GPU the buffer is page-locked and copies are queued; `hidden_NSH` waits for them.
     """
 
     def __init__(self, hidden_NSH: Tensor, batch_size: int) -> None:
-        self.hidden_NSH = hidden_NSH
+        self._hidden_NSH = hidden_NSH
+        self._queued = False
         self.batch_size = batch_size
 
         self._topk_NSK: Tensor | None = None
 
+    @property
+    def hidden_NSH(self) -> Tensor:
+        """The buffer, as the host may read it."""
+        if self._queued:
+            torch.cuda.synchronize()
+            self._queued = False
+        return self._hidden_NSH
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sequences, tokens of one, hidden size."""
+        sequences, length, hidden = self._hidden_NSH.shape
+        return sequences, length, hidden
+
     def batches(self) -> Iterator[slice]:
-        for start in range(0, self.hidden_NSH.shape[0], self.batch_size):
-            yield slice(start, min(start + self.batch_size, self.hidden_NSH.shape[0]))
+        for start in range(0, self.shape[0], self.batch_size):
+            yield slice(start, min(start + self.batch_size, self.shape[0]))
 
     def read(self, batch: slice, device: torch.device) -> Tensor:
-        return self.hidden_NSH[batch].to(device, non_blocking=True)
+        return self._hidden_NSH[batch].to(device, non_blocking=True)
 
     def write(self, batch: slice, hidden_BSH: Tensor) -> None:
-        self.hidden_NSH[batch].copy_(hidden_BSH, non_blocking=True)
+        self._hidden_NSH[batch].copy_(hidden_BSH, non_blocking=True)
+        self._queued = hidden_BSH.is_cuda
 
     def write_topk(self, batch: slice, topk_BSK: Tensor) -> None:
         """Keep what a sparse-attention indexer selected, for layers that share it.
 
         Nothing is kept when every position is selected: any order of all positions means the same.
         """
-        if topk_BSK.shape[2] >= self.hidden_NSH.shape[1]:
+        if topk_BSK.shape[2] >= self.shape[1]:
             return
         if self._topk_NSK is None:
-            shape = (*self.hidden_NSH.shape[:2], topk_BSK.shape[2])
-            self._topk_NSK = torch.empty(shape, dtype=torch.int32, device=self.hidden_NSH.device)
+            shape = (*self.shape[:2], topk_BSK.shape[2])
+            self._topk_NSK = torch.empty(shape, dtype=torch.int32, device=self._hidden_NSH.device)
         self._topk_NSK[batch] = topk_BSK.to(self._topk_NSK.device)
 
     def read_topk(self, batch: slice, device: torch.device, index_topk: int) -> Tensor:
         """The last full layer's selection for a batch: [B, S, K]."""
-        length = self.hidden_NSH.shape[1]
+        length = self.shape[1]
         if self._topk_NSK is not None:
             return self._topk_NSK[batch].to(device)
         everything = torch.arange(min(length, index_topk), dtype=torch.int32, device=device)
@@ -68,8 +84,6 @@ class ActivationStore:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next layer depends on, to be kept and restored."""
-        if self.hidden_NSH.is_pinned():
-            torch.cuda.synchronize()
         values = {"hidden_NSH": self.hidden_NSH}
         return values if self._topk_NSK is None else {**values, "topk_NSK": self._topk_NSK}
 
@@ -80,13 +94,19 @@ class ActivationStore:
         self.hidden_NSH.copy_(hidden)
         self._topk_NSK = state.get("topk_NSK")
 
+    def copy(self) -> "ActivationStore":
+        """A store of its own with the same content."""
+        other = ActivationStore(self.hidden_NSH.clone(), self.batch_size)
+        other._topk_NSK = None if self._topk_NSK is None else self._topk_NSK.clone()
+        return other
+
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
         return sum(
-            value.numel() * value.element_size() for value in (self.hidden_NSH, self._topk_NSK) if value is not None
+            value.numel() * value.element_size() for value in (self._hidden_NSH, self._topk_NSK) if value is not None
         )
 
     @property
     def num_tokens(self) -> int:
-        return self.hidden_NSH.shape[0] * self.hidden_NSH.shape[1]
+        return self.shape[0] * self.shape[1]

@@ -165,7 +165,7 @@ class ModelRunner:
 
         Raises CalibrationError when an output is not finite.
         """
-        length = store.hidden_NSH.shape[1]
+        length = store.shape[1]
         position_ids = torch.arange(length, device=self.device).unsqueeze(0)
         if self.facts.arch.attention == "dsa":
             fit_indexer(module.self_attn, length)

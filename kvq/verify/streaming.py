@@ -101,7 +101,7 @@ def _run_watched(base: StreamedModel, other: StreamedModel, layer: int) -> Layer
     if routed:
         record.watch_experts(base_module.mlp.experts, other_module.mlp.experts)
     inputs = [store.hidden_NSH.clone() for store in base.stores]
-    probes = [_copy(store) for store in base.stores]
+    probes = [store.copy() for store in base.stores]
     base.step(base_module, layer)
     del base_module
     watching = record.own_choices.watch(other_module.mlp.experts) if routed else None
@@ -120,12 +120,6 @@ def _run_watched(base: StreamedModel, other: StreamedModel, layer: int) -> Layer
             record.accumulated.add(ours.read(batch, base.runner.device), theirs.read(batch, base.runner.device))
     record.close()
     return record
-
-
-def _copy(store: ActivationStore) -> ActivationStore:
-    copy = ActivationStore(store.hidden_NSH, store.batch_size)
-    copy.restore({name: value.clone() for name, value in store.state().items()})
-    return copy
 
 
 def _compare_own(
