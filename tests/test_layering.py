@@ -27,6 +27,7 @@ DOORS = {
     "pyarrow": ("calibration/tables_door.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
+    "triton": ("quantize/triton_kernels.py",),
     "jinja2": ("calibration/dataset.py",),
     "matplotlib": ("publish/coverage_plots.py",),
     "rich": ("console/coverage.py", "console/screen.py", "console/run.py", "console/plan.py"),
