@@ -26,6 +26,7 @@ DOORS = {
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
     "regex": ("checkpoint/patterns.py",),
+    "triton": ("quantize/triton_kernels.py",),
     "jinja2": ("calibration/dataset.py",),
     "rich": ("console/screen.py", "console/run.py", "console/plan.py"),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),

@@ -30,11 +30,23 @@ from kvq.errors import CheckpointError, OutputError
 
 FOLDER = ".kvq-journal"
 MAX_RECORD_BYTES = 2**30
+STATE_BYTES = 2 * 2**30
+"""Hidden states to write for each layer, on average. Larger ones are kept every few layers; in between, a run that is
+cut off computes those layers again, which costs less than a terabyte of writes."""
+
+
+def keeps_state(number: int, nbytes: int) -> bool:
+    """Whether the state after step `number` is kept."""
+    return number % -(-nbytes // STATE_BYTES) == 0 if nbytes else True
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A finished step. `tensors` maps the names in its shard to their bytes; `state` names a file of the journal."""
+    """A finished step. `tensors` maps the names in its shard to their bytes; `state` names a file of the journal.
+
+    After a step that is not `resumable` (its state was too large to keep every time) a run goes on from the last that
+    is.
+    """
 
     number: int
     shard: str
@@ -42,6 +54,7 @@ class Step:
     tensors: Mapping[str, int]
     results: list[dict[str, Any]]
     state: str | None
+    resumable: bool = True
     state_sha256: str | None = None
 
 
@@ -109,6 +122,9 @@ class Journal:
         steps: list[Step] = []
         while (path := self.folder / f"step-{len(steps):05d}.json").exists():
             steps.append(_as_step(path, len(steps)))
+        while steps and not steps[-1].resumable:
+            (self.folder / f"step-{len(steps) - 1:05d}.json").unlink()
+            steps.pop()
         return steps
 
     def _drop_unfinished(self) -> None:
@@ -148,10 +164,11 @@ class Journal:
             _sync(path)
             step = replace(step, state_sha256=sha256_file(path))
         self._write(self.folder / f"step-{step.number:05d}.json", asdict(step))
-        old = self.steps[-1].state if self.steps else None
         self.steps.append(step)
-        if old is not None and old != step.state:
-            (self.folder / old).unlink()
+        if step.resumable:
+            for path in self.folder.glob("state-*"):
+                if path.name != step.state:
+                    path.unlink()
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
         draft = path.with_suffix(".draft")
@@ -238,6 +255,7 @@ def _as_step(path: Path, number: int) -> Step:
         or not all(isinstance(record[key], kind) for key, kind in types.items())
         or Path(record["shard"]).name != record["shard"]
         or record["state"] not in states
+        or not isinstance(record["resumable"], bool)
         or not all(isinstance(count, int) for count in record["tensors"].values())
         or not all(isinstance(row, dict) for row in record["results"])
     ):
