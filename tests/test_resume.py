@@ -220,7 +220,10 @@ def damage_journal(name: str, change: Callable[[bytes], bytes]) -> Callable[[Ben
     ("damage", "says"),
     [
         (other_weights, "another source files"),
-        (damage_journal("step-00001.json", lambda data: data.replace(b"solved", b"sulved", 1)), "is damaged"),
+        (
+            damage_journal("step-00001.json", lambda data: data.replace(b"model.layers", b"model.lAyers", 1)),
+            "is damaged",
+        ),
         (damage_journal("step-00001.json", lambda data: data[:-9]), "not valid JSON"),
         (damage_journal("state-*", lambda data: data[:-1] + bytes([data[-1] ^ 1])), "has changed since it was written"),
         (damage_journal("fingerprint.json", lambda data: data.replace(b"sglang", b"sglanf")), "is damaged"),

@@ -93,7 +93,7 @@ class Recipe(BaseModel):
     def _of_its_own_type(cls, value: Any, field: ValidationInfo) -> Any:
         """A choice is met by its own type only: 32.0 is no group size, 1 is no yes."""
         kind = bool if field.field_name == "symmetric" else int
-        if type(value) is not kind:
+        if isinstance(value, int | float) and type(value) is not kind:
             raise ValueError(f"expected {'true' if kind is bool else 'a whole number'}")
         return value
 
