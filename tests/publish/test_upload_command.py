@@ -200,7 +200,7 @@ def test_killed_and_started_again(hub: Hub, folder: Path, kvq_main: Kvq, tmp_pat
 
 def test_two_signals(folder: Path, tmp_path: Path) -> None:
     """The first waits for the files on their way, which a silent server never takes; the second ends at once."""
-    with serve(Hub(faults=Faults(first={"/content/": "timeout"}), silence_seconds=60)) as hub:
+    with serve(Hub(faults=Faults(first={"/content/": "timeout"}), silence_seconds=40)) as hub:
         with start_apart(hub, folder, tmp_path) as process:
             assert process.stderr is not None
             while " sent: " not in process.stderr.readline():
