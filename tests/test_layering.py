@@ -26,7 +26,7 @@ DOORS = {
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
     "sglang": tuple(f"integrity/{name}.py" for name in ("plugin", "hooks", "incidents")),
-    "triton": ("integrity/kernels.py",),
+    "triton": ("quantize/triton_kernels.py", "integrity/kernels.py"),
     "prometheus_client": ("integrity/counters.py",),
     "jinja2": ("calibration/dataset.py",),
     "rich": ("console/screen.py", "console/run.py", "console/plan.py"),
