@@ -6,8 +6,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 DEMO_SOURCE = examples/tiny-glm-5-fp8
 DEMO_OUT = demo-out/tiny-glm-5-int4
+SGLANG_VERSIONS = 0.5.17 0.5.23
 
-.PHONY: demo test style quality unit kernels test-gpu build clean
+.PHONY: demo test style quality unit kernels contract test-gpu build clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "kvq needs Python 3.11 to 3.13, found " + sys.version.split()[0] + "; give one with make PYTHON=python3.12 ...")'
@@ -21,7 +22,7 @@ demo: $(VENV)/installed
 	$(BIN)/kvq verify $(DEMO_OUT) --source $(DEMO_SOURCE)
 	$(BIN)/kvq evaluate $(DEMO_OUT) --source $(DEMO_SOURCE) --data examples/held-out.jsonl
 
-test: quality unit kernels
+test: quality unit kernels contract
 
 quality: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -38,6 +39,22 @@ $(TRITON)/triton: $(VENV)/installed
 
 kernels: $(TRITON)/triton
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/quantize/test_triton_kernels.py
+# The engine's own code on a CPU, in environments of their own: SGLang wants other versions of transformers and
+# compressed-tensors than kvq. They lie over .venv, which has torch and pytest. The cases are made by kvq, read by SGLang.
+contract: $(SGLANG_VERSIONS:%=.venv-sglang-%/installed)
+	rm -rf .contract-cases
+	$(BIN)/python -m tests.contract.make_cases .contract-cases
+	for version in $(SGLANG_VERSIONS); do \
+	  KVQ_CONTRACT_CASES=.contract-cases .venv-sglang-$$version/bin/python -m pytest tests/contract \
+	    --confcutdir=tests/contract -W default -p no:cacheprovider || exit 1; done
+
+.venv-sglang-%/installed: tests/contract/sglang-%.txt tests/contract/shared.txt $(VENV)/installed
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' >$(@D)/kvq.pth
+	mv $(@D)/kvq.pth "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"
+	touch $@
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu
@@ -52,4 +69,4 @@ build: $(VENV)/installed
 	$(BIN)/python -m build --outdir dist .
 
 clean:
-	rm -rf $(VENV) demo-out dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-sglang-* .contract-cases demo-out dist build .pytest_cache .mypy_cache .ruff_cache
