@@ -39,6 +39,7 @@ $(TRITON)/triton: $(VENV)/installed
 
 kernels: $(TRITON)/triton
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/quantize/test_triton_kernels.py
+
 # The engine's own code on a CPU, in environments of their own: SGLang wants other versions of transformers and
 # compressed-tensors than kvq. They lie over .venv, which has torch and pytest. The cases are made by kvq, read by SGLang.
 contract: $(SGLANG_VERSIONS:%=.venv-sglang-%/installed)

@@ -11,6 +11,7 @@ from kvq.commands.inspect import inspect
 from kvq.commands.models import models
 from kvq.commands.plan import plan
 from kvq.commands.quantize import quantize
+from kvq.commands.serve_config import serve_config
 from kvq.commands.verify import verify
 from kvq.errors import KvqError, OutputError
 
@@ -19,7 +20,7 @@ OUT_OF_MEMORY = 9
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
-for command in (quantize, models, verify, evaluate, plan, inspect):
+for command in (quantize, models, verify, evaluate, plan, inspect, serve_config):
     app.command()(command)
 
 

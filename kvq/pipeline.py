@@ -28,7 +28,11 @@ from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
 from kvq.errors import CalibrationError, CheckpointError, OutputError, QuantizationError, StoppedError
-from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, package_versions
+from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, package_versions, printable
+from kvq.publish.plan_report import output_kinds
+from kvq.publish.serve import default_serving
+from kvq.publish.served import served_from_plan, served_name
+from kvq.publish.serving_files import SERVING_FOLDER
 from kvq.quantize.chunks import expert_chunks
 from kvq.quantize.experts import GATE_UP, Capture, LayerSolver, SolvedLayer
 from kvq.quantize.types import FALLBACKS, ModuleResult
@@ -349,8 +353,17 @@ class Run:
         record = RunRecord(self.prepared.source, self.prepared.target, str(self.prepared.device.type), self.tokens)
         manifest = build_manifest(plan, record, self.results, self.writer.sha256)
         self.writer.add_text(MANIFEST_NAME, manifest_text(manifest))
+        self._add_serving()
         self.writer.publish()
         return manifest
+
+    def _add_serving(self) -> None:
+        """How to serve it. After the manifest, which does not hash these files: they may be written anew."""
+        source, plan = self.prepared.source, self.plan
+        name = served_name(source.id if source.revision else printable(source.name), plan.recipe.name)
+        served = served_from_plan(plan, output_kinds(plan), source.folder, self.prepared.reader.config, name)
+        for file, text in default_serving(served).items():
+            self.writer.add_text(f"{SERVING_FOLDER}/{file}", text)
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:

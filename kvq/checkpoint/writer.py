@@ -158,6 +158,7 @@ class CheckpointWriter:
 
     def add_text(self, name: str, text: str) -> None:
         path = self.partial / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         self._sync(path)
 

@@ -12,8 +12,10 @@ from kvq.console.run import (
     show_verification,
 )
 from kvq.console.screen import ERR, OUT, clock, short_size, size
+from kvq.console.serving import show_serving
 
 __all__ = [
     "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison", "show_distance",
-    "show_inspection", "show_models", "show_plan", "show_plan_report", "show_result", "show_verification", "size",
+    "show_inspection", "show_models", "show_plan", "show_plan_report", "show_result", "show_serving",
+    "show_verification", "size",
 ]  # fmt: skip

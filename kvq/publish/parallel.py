@@ -7,6 +7,7 @@ expert is cut into tp / ep slices; with data-parallel attention each of `dp` gro
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvq.checkpoint.architecture import ModelFacts
 from kvq.recipes.plan import QuantPlan
 from kvq.recipes.tally import Kind
 
@@ -36,6 +37,23 @@ class Parallel:
         return self.tp // self.ep
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a checkpoint may be cut: `expert_step` columns of an expert stay together (a group of INT4, a block of FP8,
+    1 for BF16); matrices outside the experts are cut between FP8 blocks of `rest_block`, where they have blocks."""
+
+    facts: ModelFacts
+    expert_step: int
+    step_name: str
+    rest_block: int | None
+
+    @classmethod
+    def of(cls, plan: QuantPlan, group_size: int | None = None) -> "Cut":
+        """Of the plan's output."""
+        block = plan.source.block[0] if plan.source.block is not None and plan.recipe.rest == "keep" else None
+        return cls(plan.facts, group_size or group_size_of(plan), "groups", block)
+
+
 def group_size_of(plan: QuantPlan) -> int:
     """Group size of the experts' scales in the output."""
     return plan.source.group_size or plan.recipe.group_size
@@ -43,41 +61,45 @@ def group_size_of(plan: QuantPlan) -> int:
 
 def problems(plan: QuantPlan, parallel: Parallel, group_size: int | None = None) -> list[str]:
     """Why these sizes cannot be served; empty when they can. SGLang checks few of them and misplaces scales."""
-    group = group_size or group_size_of(plan)
+    return cut_problems(Cut.of(plan, group_size), parallel)
+
+
+def cut_problems(cut: Cut, parallel: Parallel) -> list[str]:
+    """As `problems`, of any checkpoint."""
     if parallel.tp % parallel.ep or parallel.tp % parallel.dp:
         return [f"EP {parallel.ep} and DP {parallel.dp} must divide TP {parallel.tp}"]
-    facts, found = plan.facts, []
+    facts, found = cut.facts, []
     if facts.num_experts % parallel.ep:
         found.append(f"{facts.num_experts} experts do not divide by EP {parallel.ep}")
     width = facts.moe_intermediate_size
-    if width % (parallel.moe_tp * group):
+    if width % (parallel.moe_tp * cut.expert_step):
         found.append(
-            f"an expert's slice is {width}/{parallel.moe_tp} = {width / parallel.moe_tp:g} columns: no whole groups of "
-            f"{group}"
+            f"an expert's slice is {width}/{parallel.moe_tp} = {width / parallel.moe_tp:g} columns: no whole "
+            f"{cut.step_name} of {cut.expert_step}"
         )
-    return found + _attention_problems(plan, parallel) + _block_problems(plan, parallel)
+    return found + _attention_problems(facts, parallel) + _block_problems(cut, parallel)
 
 
-def _attention_problems(plan: QuantPlan, parallel: Parallel) -> list[str]:
-    size, text = parallel.attention_tp, plan.facts.text_config
+def _attention_problems(facts: ModelFacts, parallel: Parallel) -> list[str]:
+    size, text = parallel.attention_tp, facts.text_config
     heads, kv_heads = int(text["num_attention_heads"]), int(text.get("num_key_value_heads") or 0)
     if heads % size:
         return [f"{heads} attention heads do not divide by {size}"]
-    if plan.facts.arch.attention == "gqa" and kv_heads % size and size % kv_heads:
+    if facts.arch.attention == "gqa" and kv_heads % size and size % kv_heads:
         return [f"{kv_heads} key/value heads and {size} GPUs do not divide"]
     return []
 
 
-def _block_problems(plan: QuantPlan, parallel: Parallel) -> list[str]:
+def _block_problems(cut: Cut, parallel: Parallel) -> list[str]:
     """Matrices kept in FP8 blocks must be cut between blocks."""
-    if plan.source.block is None or plan.recipe.rest != "keep":
+    block, facts, text = cut.rest_block, cut.facts, cut.facts.text_config
+    if block is None:
         return []
-    block, facts, text = plan.source.block[0], plan.facts, plan.facts.text_config
     widths = {"shared experts": (int(text.get("n_shared_experts") or 1) * facts.moe_intermediate_size, parallel.tp)}
     if facts.first_moe_layer and text.get("intermediate_size"):
         widths["dense MLP"] = (int(text["intermediate_size"]), parallel.tp)
     heads = int(text["num_attention_heads"])
-    for title, width in _head_widths(plan).items():
+    for title, width in _head_widths(facts).items():
         widths[title] = (heads * width, parallel.attention_tp)
     return [
         f"{title}: {width}/{parts} = {width / parts:g} columns are no whole FP8 blocks of {block}"
@@ -86,10 +108,10 @@ def _block_problems(plan: QuantPlan, parallel: Parallel) -> list[str]:
     ]
 
 
-def _head_widths(plan: QuantPlan) -> dict[str, int]:
+def _head_widths(facts: ModelFacts) -> dict[str, int]:
     """Rows (or columns) of the matrices that are cut along heads, for one head."""
-    text = plan.facts.text_config
-    if plan.facts.arch.attention == "gqa":
+    text = facts.text_config
+    if facts.arch.attention == "gqa":
         return {"q_proj": int(text["head_dim"])}
     nope, rope, value = (int(text[key]) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     return {"q_b_proj": nope + rope, "kv_b_proj": nope + value, "o_proj": value}
@@ -113,7 +135,12 @@ def _copies(kind: Kind, kv_heads: int, parallel: Parallel) -> float:
 
 def weights_per_gpu(kinds: Iterable[Kind], plan: QuantPlan, parallel: Parallel, mtp: bool = True) -> int:
     """Bytes of weights on each GPU, with the multi-token-prediction layer or without."""
-    kv_heads = int(plan.facts.text_config.get("num_key_value_heads") or 1)
+    return held_bytes(kinds, plan.facts, parallel, mtp)
+
+
+def held_bytes(kinds: Iterable[Kind], facts: ModelFacts, parallel: Parallel, mtp: bool = True) -> int:
+    """As `weights_per_gpu`, of any checkpoint."""
+    kv_heads = int(facts.text_config.get("num_key_value_heads") or 1)
     total = 0.0
     for kind in kinds:
         if kind.mtp and (not mtp or kind.below.startswith(SHARED_WITH_TARGET)):
