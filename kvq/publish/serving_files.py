@@ -22,11 +22,11 @@ SHELL = "#!/usr/bin/env bash\nset -euo pipefail\n"
 
 
 def yaml_text(config: SglangConfig) -> str:
-    """Flat YAML with dashed keys, the only kind that SGLang takes (`utils/server_args_config_parser.py`). JSON's scalars
+    """Flat YAML with dashed keys, all that SGLang takes (`utils/server_args_config_parser.py`). JSON's scalars
     are YAML's, so none of them can be read as something else."""
     deployment = config.deployment
     lines = [
-        f"# SGLang {deployment.version.name}, {deployment.parallel.tp} x {deployment.gpu.title}, role {deployment.role}. "
+        f"# SGLang {deployment.version.name}, {deployment.parallel.tp} x {deployment.gpu.title}, {deployment.role}. "
         f"Start it by {config_name(config, 'sh')}.",
     ]
     return "\n".join([*lines, *(f"{key}: {json.dumps(value)}" for key, value in config.settings.items())]) + "\n"
@@ -114,7 +114,8 @@ def notes_text(configs: Sequence[SglangConfig], workable: Sequence[Parallel]) ->
         f"of {served.cut.expert_step} and FP8 blocks whole: {pairs}. SGLang loads other sizes too, and misplaces "
         "scales.",
         f"- Memory of each GPU: {memory.weights / 1e9:.1f} GB of weights, {memory.reserve / 1e9:.1f} GB of reserve, "
-        f"and {memory.max_total_tokens:,} tokens of KV cache at {memory.kv_bytes_per_token:,} bytes ({memory.kv_layout}). "
+        f"and {memory.max_total_tokens:,} tokens of KV cache at {memory.kv_bytes_per_token:,} bytes "
+        f"({memory.kv_layout}). "
         "This is arithmetic; without `max-total-tokens` SGLang takes what it finds free.",
         f"- Experts: {served.experts}, `moe-runner-backend: {first.settings['moe-runner-backend']}`.",
         f"- KV cache: `{first.settings['kv-cache-dtype']}`, named because `auto` depends on version, model and GPU.",

@@ -5,6 +5,7 @@ whose pattern names experts), the literal target `Linear` for the FP8 rest (SGLa
 only). The top-level format must be `pack-quantized`: SGLang refuses `mixed-precision` for INT4 experts.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,15 +14,25 @@ from kvq.recipes.schema import Recipe
 
 EXPERTS_TARGET = r"re:.*\.mlp\.experts\.\d+\.(gate|up|down)_proj$"
 
-# Modules beside the FP8 linears that stay in BF16, as patterns that also match the names after SGLang's fusion.
+# Modules that stay in BF16 beside FP8 linears, as patterns that also match the names after SGLang's fusion.
 # wk and weights_proj: SGLang fuses them into one BF16 parameter; 0.5.17 reads weights_proj in BF16 only.
-UNQUANTIZED_PATTERNS = {
-    "lm_head": ("lm_head",),
-    r"re:.*indexer\.(wk|weights_proj|wk_weights_proj)$": ("indexer.wk", "indexer.weights_proj"),
-    r"re:.*\.mlp\.gate$": ("mlp.gate",),
-    r"re:.*\.eh_proj$": ("eh_proj",),
-    r"re:.*\.shared_head\.head$": ("shared_head.head",),
-}
+BESIDE_FP8 = (
+    "lm_head",
+    r"re:.*indexer\.(wk|weights_proj|wk_weights_proj)$",
+    r"re:.*\.mlp\.gate$",
+    r"re:.*\.eh_proj$",
+    r"re:.*\.shared_head\.head$",
+)
+# Where all but the experts is BF16. SGLang refuses a linear module that no group targets and no entry ignores.
+BESIDE_EXPERTS = (
+    "lm_head",
+    r"re:.*\.self_attn\..*",
+    r"re:.*\.mlp\.shared_experts\..*",
+    r"re:.*\.mlp\.(gate|up|gate_up|down)_proj$",
+    r"re:.*\.mlp\.gate$",
+    r"re:.*\.eh_proj$",
+    r"re:.*\.shared_head\.head$",
+)
 
 
 def experts_group(recipe: Recipe) -> dict[str, Any]:
@@ -56,20 +67,26 @@ def quantization_config(recipe: Recipe, source: SourceFormat, unquantized: Itera
     them are written, so that no ignore entry is dead, and those that no pattern matches are named one by one."""
     groups: dict[str, Any] = {"group_0": experts_group(recipe)}
     rest = rest_group(source) if recipe.rest == "keep" else None
-    ignore: list[str] = []
     if rest is not None:
         groups["group_1"] = rest
-        names = list(unquantized)
-        matches = {
-            pattern: [name for name in names if f".{name}".endswith(tuple(f".{suffix}" for suffix in suffixes))]
-            for pattern, suffixes in UNQUANTIZED_PATTERNS.items()
-        }
-        ignore = [pattern for pattern, matched in matches.items() if matched]
-        ignore += sorted(set(names).difference(*matches.values()))
+    names = list(unquantized)
+    matches = {
+        pattern: [name for name in names if _names(pattern, name)]
+        for pattern in (BESIDE_EXPERTS if rest is None else BESIDE_FP8)
+    }
+    ignore = [pattern for pattern, matched in matches.items() if matched]
+    ignore += sorted(set(names).difference(*matches.values()))
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups, "ignore": ignore, "kv_cache_scheme": None,
     }  # fmt: skip
+
+
+def _names(entry: str, module: str) -> bool:
+    """Engines' rule for an ignore list: a pattern from the name's start, or the whole name or its end behind a dot."""
+    if entry.startswith("re:"):
+        return re.match(entry[3:], module) is not None
+    return f".{module}".endswith(f".{entry}")
 
 
 def output_config(config: Mapping[str, Any], quantization: Mapping[str, Any], text_key: str | None) -> dict[str, Any]:
