@@ -53,7 +53,7 @@ class Expected:
 
     def of(self, parameter: str) -> Tensor | None:
         """None where the engine makes the parameter itself or shares it with the target."""
-        if parameter.endswith(OF_THE_ENGINE):
+        if parameter.endswith(OF_THE_ENGINE) or self._is_idle_indexer(parameter):
             return None
         name = parameter
         if self.draft_layer is not None:
@@ -66,6 +66,12 @@ class Expected:
         module, _, suffix = name.rpartition(".")
         start, _, last = module.rpartition(".")
         return self._dense(f"{start}." if start else "", last, suffix)
+
+    def _is_idle_indexer(self, parameter: str) -> bool:
+        """SGLang 0.5.17 makes an indexer in layers that share another's, and never asks it (`skip_topk`)."""
+        layer = re.search(r"\.layers\.(\d+)\.self_attn\.indexer\.", parameter)
+        kinds = self.text_config.get("indexer_types") or []
+        return layer is not None and self.draft_layer is None and kinds[int(layer[1])] == "shared"
 
     def local_experts(self) -> range:
         """Expert parallelism gives each group of GPUs neighbouring experts."""

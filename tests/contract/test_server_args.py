@@ -1,4 +1,4 @@
-"""Every emitted YAML through SGLang's parser and resolution, with the model's own config: nothing refused or changed."""
+"""Every emitted YAML through SGLang's parser and resolution, with the model's config: nothing refused or changed."""
 
 import json
 from collections import defaultdict
@@ -10,6 +10,7 @@ from tests.contract import engine
 
 # Spelt otherwise in the engine's record.
 FIELDS = {"nsa-prefill-backend": "dsa_prefill_backend", "nsa-decode-backend": "dsa_decode_backend"}
+OTHER_NAMES = {"glm45": "glm"}  # one parser, two names; 0.5.23 keeps the shorter
 OF_A_PAIR = ("kv-cache-dtype", "page-size", "dsa-prefill-backend", "dsa-decode-backend", "nsa-prefill-backend",
              "nsa-decode-backend", "speculative-algorithm", "disaggregation-transfer-backend")  # fmt: skip
 
@@ -25,7 +26,8 @@ def test_the_engine_takes_every_setting_as_it_is(row: dict[str, Any]) -> None:
     for key, value in row["settings"].items():
         if key != "model-path":
             field = FIELDS.get(key, key.replace("-", "_"))
-            assert engine.resolved(args, field) == value, key
+            found = engine.resolved(args, field)
+            assert OTHER_NAMES.get(found, found) == OTHER_NAMES.get(value, value), key
 
 
 def test_both_roles_of_a_pair_have_the_same_cache() -> None:

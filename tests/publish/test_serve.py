@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,7 +132,7 @@ def test_kernels_by_gpu_and_version(gpu: str, version: str, recipe: str, runner:
         ({"integrity": "kv-canary"}, "knows no DSA pool"),
     ],
 )
-def test_what_would_not_start_is_refused(fields: dict[str, object], said: str) -> None:
+def test_what_would_not_start_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(said)):
         serving("glm-5.2", **fields)
 
