@@ -213,7 +213,7 @@ def test_the_folder_gets_its_name_last(
     rename = Path.rename
 
     def watched(self: Path, target: Path) -> Path:
-        seen.append({str(path.relative_to(self)) for path in self.rglob("*")})
+        seen.append({str(path.relative_to(self)) for path in self.rglob("*") if path.is_file()})
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", watched)
