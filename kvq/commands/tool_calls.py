@@ -5,17 +5,17 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Device, Json, print_json
+from kvq.commands.options import Device, Json, path_argument, path_option, print_json
 
 
 def tool_calls(
-    folder: Annotated[Path, typer.Argument(help="A quantized checkpoint.")],
-    data: Annotated[Path, typer.Option(help="JSON lines with `tools` and `user` or `messages`, and `call` if known.")],
-    source: Annotated[Path | None, typer.Option(help="The checkpoint it was made from, run in this process.")] = None,
+    folder: Annotated[Path, path_argument("A quantized checkpoint.")],
+    data: Annotated[Path, path_option("JSON lines with `tools` and `user` or `messages`, and `call` if known.")],
+    source: Annotated[Path | None, path_option("The checkpoint it was made from, run in this process.")] = None,
     server: Annotated[str | None, typer.Option(help="Address of a server that has FOLDER.")] = None,
     source_server: Annotated[str | None, typer.Option(help="Address of a server that has the source.")] = None,
-    save_answers: Annotated[Path | None, typer.Option(help="Ask FOLDER alone; write its answers there.")] = None,
-    source_answers: Annotated[Path | None, typer.Option(help="The source's answers, from --save-answers.")] = None,
+    save_answers: Annotated[Path | None, path_option("Ask FOLDER alone; write its answers there.")] = None,
+    source_answers: Annotated[Path | None, path_option("The source's answers, from --save-answers.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows at most.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 16384,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests to a server at a time.")] = 16,

@@ -9,15 +9,16 @@ from pydantic import ValidationError
 from kvq.errors import RecipeError
 from kvq.recipes.schema import Recipe, library_names, load_recipe, override
 
-INT4_SHA256 = "f9597937e23343f43ba7c491b108a5780180a5f2d7c40008b170a4ddead2956c"
+INT4_SHA256 = "43b6bd94b3583b330ec3678c5894f4e442e090f1e0f266f76743c3d70f9b8cb9"
 
 OTHER_VALUES: dict[str, Any] = {
     "name": "other", "solver": "rtn", "group_size": 64, "scale_search": "minmax", "actorder": None, "block_size": 64,
     "dampening_frac": 0.5, "dampening_steps": 8, "refinement_passes": 16, "hessian_blend_tokens": 1,
     "propagate_error": False, "max_fallback_frac": 0.5, "mtp": "rtn", "rest": "bf16", "num_calibration_samples": 8,
-    "max_seq_length": 64,
+    "max_seq_length": 64, "hessian": "layer", "drift_correction": False, "drift_dampening_tokens": 8,
 }  # fmt: skip
 ONLY_VALUE = {"num_bits", "symmetric"}
+NO_PART_OF_THE_RESULT: dict[str, Any] = {"gates": {"max_mean_kl": 0.1}}
 
 
 def write_recipe(folder: Path, text: str) -> str:
@@ -58,7 +59,7 @@ def test_library_wins_over_a_file_of_the_same_name(tmp_path: Path, monkeypatch: 
 
 
 def test_unknown_recipe_names_the_library(tmp_path: Path) -> None:
-    assert "no such recipe or file. The library has int4, int4-g32" in refused("int5")
+    assert "no such recipe or file. The library has int4, int4-awq, int4-g32" in refused("int5")
     assert "no such recipe or file" in refused(str(tmp_path))
 
 
@@ -139,10 +140,15 @@ def test_hash_of_int4_is_pinned() -> None:
 
 
 def test_hash_changes_with_every_field() -> None:
-    assert set(OTHER_VALUES) | ONLY_VALUE == set(Recipe.model_fields)
+    assert set(OTHER_VALUES) | ONLY_VALUE | set(NO_PART_OF_THE_RESULT) == set(Recipe.model_fields)
     base = load_recipe("int4")
     hashes = {Recipe.model_validate({**base.model_dump(), key: value}).sha256 for key, value in OTHER_VALUES.items()}
     assert len(hashes | {base.sha256}) == len(OTHER_VALUES) + 1
+
+
+def test_hash_does_not_depend_on_what_is_asked_of_the_result() -> None:
+    base = load_recipe("int4")
+    assert Recipe.model_validate({**base.model_dump(), **NO_PART_OF_THE_RESULT}).sha256 == base.sha256
 
 
 def test_hash_does_not_depend_on_how_values_are_written(tmp_path: Path) -> None:
