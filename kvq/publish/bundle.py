@@ -11,10 +11,11 @@ from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, load_json
 from kvq.errors import CheckpointError, OutputError
 from kvq.verify.checks import verify_checkpoint
 from kvq.verify.report import VerifyReport
+from kvq.verify.report_files import REPORTS
 from kvq.verify.structure import load_manifest
 
 CARD = "README.md"
-DISTANCE = "kvq-reports/distance.json"
+DISTANCE = f"{REPORTS}/distance.json"
 DISTANCE_SCHEMA = "kvq.distance/1"
 # Without config.json no engine loads a repository; without the index none reads several shards.
 LOADABLE = ("config.json", INDEX_NAME)
