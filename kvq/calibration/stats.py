@@ -23,7 +23,7 @@ def cross_gram(left_TI: Tensor, right_TI: Tensor) -> Tensor:
 
 def gram(x_TI: Tensor) -> Tensor:
     """Sum over tokens of x x^T in float32, [I, I]; zeros for no tokens."""
-    if x_TI.is_cuda and x_TI.shape[0]:
+    if x_TI.shape[0] and x_TI.is_cuda and x_TI.dtype == torch.bfloat16:
         return _lower_half_mirrored(x_TI)
     return cross_gram(x_TI, x_TI)
 

@@ -7,7 +7,7 @@ channels of the latent, amax / 448; k_pe in BF16. With either, DSA's indexer key
 amax / 448 rounded up, after a Hadamard rotation, as in SGLang's `dsa_indexer.py` (`rotate_activation`, `act_quant` with
 ue8m0 scales).
 
-Values beyond 448 * scale are clamped, and counted: kernels clamp too, but a plain cast in torch gives NaN above 464.
+Values beyond 448 * scale are clamped, as kernels and torch 2.13's cast do, and counted.
 
 Shape suffixes: X = any leading dimensions, D = width.
 """

@@ -57,7 +57,7 @@ class StreamedModel:
             for store in self.stores:
                 for batch in store.batches():
                     store.write(batch, norm(store.read(batch, self.runner.device)))
-        return [store.hidden_NSH for store in self.stores]
+        return [store.state()["hidden_NSH"] for store in self.stores]  # which waits for copies from a GPU
 
 
 def final_hidden(
@@ -91,16 +91,14 @@ def _run_watched(base: StreamedModel, other: StreamedModel, layer: int) -> Layer
     routed = layer in facts.moe_layers
     if routed:
         record.watch_experts(base_module.mlp.experts, other_module.mlp.experts)
-    inputs = [store.hidden_NSH.clone() for store in base.stores]
-    probes = [store.copy() for store in base.stores]
+    inputs, probes = ([store.copy() for store in base.stores] for _ in range(2))
     base.step(base_module, layer)
     del base_module
     watching = record.own_choices.watch(other_module.mlp.experts) if routed else None
     if other.kv is not None:
         other.kv.counting = False
-    for before_NSH, probe, store in zip(inputs, probes, base.stores, strict=True):
-        compare = _compare_own(record, before_NSH, probe, store, other.runner.device)
-        other.runner.run(other_module, layer, probe, compare)
+    for stores in zip(inputs, probes, base.stores, strict=True):
+        other.runner.run(other_module, layer, stores[1], _compare_own(record, *stores, other.runner.device))
     if watching is not None:
         watching.remove()
         record.other_choices.watch(other_module.mlp.experts)
@@ -115,12 +113,12 @@ def _run_watched(base: StreamedModel, other: StreamedModel, layer: int) -> Layer
 
 
 def _compare_own(
-    record: LayerDamage, before_NSH: Tensor, probe: ActivationStore, store: ActivationStore, device: torch.device
+    record: LayerDamage, before: ActivationStore, probe: ActivationStore, store: ActivationStore, device: torch.device
 ) -> Callable[[slice], None]:
     """When a batch of the probe is done: what both layers added to the same hidden states."""
 
     def compare(batch: slice) -> None:
-        before_BSH = before_NSH[batch].to(device)
+        before_BSH = before.read(batch, device)
         record.own.add(store.read(batch, device) - before_BSH, probe.read(batch, device) - before_BSH)
 
     return compare

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,9 @@ def test_no_figure_is_typed_by_hand() -> None:
 
 def test_commands_come_from_the_files(folder: Path) -> None:
     flags = "--tp-size 2 --disable-shared-experts-fusion --moe-a2a-backend none"
+    settings = [f"sglang-{role}.{kind}" for role in ("decode", "prefill", "single") for kind in ("sh", "yaml")]
+    assert re.findall(r"^`serving/(.+)`$", build_card(folder), re.MULTILINE) == [*settings, "vllm.sh"]
+    shutil.rmtree(folder / "serving")
     assert f"python3 -m sglang.launch_server --model-path . {flags}" in build_card(folder)
     (folder / "serving").mkdir()
     (folder / "serving" / "sglang-single.sh").write_text("exec sglang ```--x```\n")
@@ -202,7 +206,7 @@ def test_commands_come_from_the_files(folder: Path) -> None:
 def test_the_recipe_can_be_read_again(folder: Path, tmp_path: Path) -> None:
     from kvq.recipes.schema import load_recipe
 
-    text = build_card(folder).split("```yaml\n")[1].split("```")[0]
+    text = build_card(folder).split("`recipe.yaml`, hash")[1].split("```yaml\n")[1].split("```")[0]
     (tmp_path / "recipe.yaml").write_text(text)
     manifest = manifest_of(folder)
     assert load_recipe(str(tmp_path / "recipe.yaml")).sha256 == manifest["recipe_sha256"]
