@@ -112,9 +112,13 @@ def rewrite_manifest(folder: Path, manifest: Json) -> None:
 
 
 def all_bytes(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder by its relative name, but for the reports, which come after the checkpoint."""
-    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items() if not name.startswith("kvq-reports/")}
+    """Every file below a folder by its relative name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def output_bytes(folder: Path) -> dict[str, bytes]:
+    """All that has its place when a run's folder gets its name: no reports, which come after it."""
+    return {name: data for name, data in all_bytes(folder).items() if not name.startswith("kvq-reports/")}
 
 
 def fresh_environment() -> dict[str, str]:

@@ -228,7 +228,7 @@ def test_a_leftover_of_another_run(fails: Fails, source: Path) -> None:
         (["--set", "groupsize=64"], ("--set groupsize=64", "group_size")),
         (["--set", "group_size"], ("--set group_size", "expected key=value")),
         (["--set", "group_size=48"], ("group_size", "found 48")),
-        (["--set", "solver=awq"], ("solver", "found 'awq'")),
+        (["--set", "solver=best"], ("solver", "found 'best'")),
         (["--set", "name=other"], ("--set name=other",)),
         (["--set", "solver=["], ("--set solver=[", "not a YAML value")),
         (["--set", "dampening_frac=.nan"], ("dampening_frac",)),

@@ -162,5 +162,5 @@ def test_reports_of_another_schema(output: Path, flags: tuple[object, ...], kvq_
     (output / "kvq-reports").mkdir()
     (output / "kvq-reports" / "kv.json").write_text('{"schema": "other/1"}')
     said = kvq_main("evaluate", output, *flags, "--no-damage", "--kv-dtype=fp8_e4m3")
-    assert said.code == 3 and "its schema is 'other/1', expected kvq.kv/1" in said.err
+    assert said.code == 5 and "its schema is 'other/1', this kvq reads 'kvq.kv/1'" in said.err
     assert (output / "kvq-reports" / "kv.json").read_text() == '{"schema": "other/1"}'

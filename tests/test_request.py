@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Kvq
-from tests.runs import SETTINGS, Shared
+from tests.runs import SETTINGS, Shared, manifest_of
 
 SET = [*(f"--set={setting}" for setting in SETTINGS), "--set=solver=rtn"]
 
@@ -29,7 +29,10 @@ def test_an_empty_model_is_not_this_folder(
 
 
 @pytest.mark.parametrize("flags", [["--out", ""], ["--calibration", ""]])
-def test_an_empty_path_is_refused(shared: Shared, kvq_main: Kvq, flags: list[str]) -> None:
+def test_an_empty_path_is_refused(
+    shared: Shared, kvq_main: Kvq, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     said = kvq_main("quantize", shared.source("kimi-k2"), *SET, *flags)
     assert said.code == 2 and "the path is empty" in said.err
 
@@ -39,8 +42,10 @@ def test_the_home_folder(shared: Shared, kvq_main: Kvq, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_bytes(shared.calibration.read_bytes())
     (tmp_path / "model").symlink_to(shared.source("kimi-k2"))
-    said = kvq_main("quantize", "~/model", *SET, "--calibration=~/data.jsonl", "--out=~/out", "--json")
+    settings = [f"--set={setting}" for setting in SETTINGS]
+    said = kvq_main("quantize", "~/model", *settings, "--calibration=~/data.jsonl", "--out=~/out", "--events=~/log")
     assert said.code == 0, said.err
+    assert (tmp_path / "log").exists() and manifest_of(tmp_path / "out")["calibration"]["name"] == "data.jsonl"
     assert (tmp_path / "out" / "config.json").exists() and not (tmp_path / "~").exists()
     said = kvq_main("verify", "~/out", "--source", "~/model")
     assert said.code == 0, said.err

@@ -2,7 +2,7 @@
 
     gqa    `key` after norm and rope, `value`: [B, heads, S, D]
     mla    `latent`, normed [B, 1, S, kv_lora_rank], and `k_pe`, rotated [B, 1, S, rope width]
-    dsa    the same two, and `index_key` of layers with an indexer that has a choice: [B, S, index width]
+    dsa    the same two, and `index_key` of layers with an indexer of their own: [B, S, index width]
 
 These are the tensors that SGLang's MHATokenToKVPool, MLATokenToKVPool and DSATokenToKVPool keep. transformers hands
 GQA's and MLA's to its cache, so an object in the cache's place sees them; DSA's latents go through `expand_kv` only.
@@ -30,8 +30,8 @@ KV_NAMES: Mapping[Attention, tuple[str, ...]] = {
 def install_kv_hook(self_attn: nn.Module, attention: Attention, layer: int, hook: KvHook) -> None:
     """Let `hook` see and replace what this module (a decoder layer's `self_attn`) would cache, in every later forward.
 
-    `index_key` is not seen where kvq has replaced the indexer, which it does for sequences of up to `index_topk`
-    tokens: every position is selected there, whatever the keys.
+    Of sequences of up to `index_topk` tokens `index_key` is seen too, though every position is selected there, whatever
+    the keys (`kvq.calibration.sparse_attention`).
     """
     cache = _HookedCache(attention, layer, hook)
 

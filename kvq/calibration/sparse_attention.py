@@ -8,7 +8,7 @@ Shape suffixes: B = sequences of a batch, S = tokens per sequence, Q = tokens of
 H = hidden size, R = query rank, D = width of a key, K = positions selected.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,30 +17,69 @@ FLOAT_BYTES = 4
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 
 
+class IndexerCache(Protocol):
+    """What transformers' indexer asks of a cache: takes the keys of a call, gives those to score."""
+
+    def update_indexer(self, key: Tensor, layer: int) -> Tensor: ...
+
+
 class SelectAll(nn.Module):
     """Stands in for an indexer when the sequence has no more positions than it selects.
 
     The result is the same, and the scores ([S, heads, S] with a copy of the keys for every position) are never made.
+    A cache gets the keys all the same: an engine stores them, whatever the length.
     """
 
     def __init__(self, indexer: Any) -> None:
         super().__init__()
         self.indexer = indexer
 
-    def forward(self, hidden_BSH: Tensor, *_: object, **__: object) -> Tensor:
+    def forward(self, hidden_BSH: Tensor, *rest: Any, past_key_values: IndexerCache | None = None) -> Tensor:
+        if past_key_values is not None:
+            _stored_keys(self.indexer, past_key_values, hidden_BSH, *rest)
         size, length = hidden_BSH.shape[:2]
         return torch.arange(length, dtype=torch.int32, device=hidden_BSH.device).expand(size, length, length)
 
 
 class KeyCache:
-    """What transformers' indexer asks of a cache: keep the keys of a block, give those of all blocks so far."""
+    """Keeps the keys of a block, gives those of all blocks so far."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
 
-    def update_indexer(self, key_BQD: Tensor, layer: int) -> Tensor:
-        self._keys.append(key_BQD)
+    def update_indexer(self, key: Tensor, layer: int) -> Tensor:
+        self._keys.append(key)
         return torch.cat(self._keys, dim=1)
+
+
+class _StoredKeys:
+    """Gives keys that another cache has made, up to the end of the block."""
+
+    def __init__(self, key_BSD: Tensor) -> None:
+        self._key_BSD, self._end = key_BSD, 0
+
+    def update_indexer(self, key: Tensor, layer: int) -> Tensor:
+        self._end += key.shape[1]
+        return self._key_BSD[:, : self._end]
+
+
+class _FirstKey:
+    """Keeps the keys and gives the first alone, so that next to nothing is scored."""
+
+    key_BSD: Tensor
+
+    def update_indexer(self, key: Tensor, layer: int) -> Tensor:
+        self.key_BSD = key
+        return key[:, :1]
+
+
+def _stored_keys(
+    indexer: Any, cache: IndexerCache, hidden_BSH: Tensor, query_BSR: Tensor, rotary: Any, mask_BSS: Tensor, *_: object
+) -> Tensor:
+    """What the cache makes of the keys of the whole sequences: [B, S, D]."""
+    first = _FirstKey()
+    indexer(hidden_BSH, query_BSR, rotary, mask_BSS[..., :1], None, past_key_values=first)
+    return cache.update_indexer(first.key_BSD, indexer.layer_idx)
 
 
 class BlockwiseIndexer(nn.Module):
@@ -57,12 +96,18 @@ class BlockwiseIndexer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         mask_BSS: Tensor,
         position_ids: Any,
-        past_key_values: None = None,
+        past_key_values: IndexerCache | None = None,
     ) -> Tensor:
-        """The positions that each query reads: [B, S, K], int32. `mask_BSS` must be causal and boolean."""
-        assert past_key_values is None and mask_BSS.dtype == torch.bool, "calibration runs whole sequences"
+        """The positions that each query reads: [B, S, K], int32. `mask_BSS` must be causal and boolean.
+
+        A cache is asked once, for the keys of the whole sequences; it has none of earlier tokens.
+        """
+        assert mask_BSS.dtype == torch.bool, "calibration runs whole sequences"
         size, length = hidden_BSH.shape[:2]
-        wanted, cache = min(self.indexer.index_topk, length), KeyCache()
+        wanted = min(self.indexer.index_topk, length)
+        cache: IndexerCache = KeyCache()
+        if past_key_values is not None:
+            cache = _StoredKeys(_stored_keys(self.indexer, past_key_values, hidden_BSH, query_BSR, rotary, mask_BSS))
         copies = FLOAT_BYTES * size * self.indexer.head_dim * length
         step = max(1, COPY_BYTES[hidden_BSH.device.type] // copies)
         blocks = []

@@ -6,6 +6,10 @@ Besides this module only tiktoken_door, which it calls, imports transformers.
 import copy
 import importlib
 import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +25,9 @@ PER_LAYER_LISTS = {"indexer_types": "full", "mlp_layer_types": "sparse", "layer_
 
 def load_tokenizer(folder: Path) -> Any:
     """The checkpoint's tokenizer. Raises CalibrationError; remote code is never run."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     try:
-        if (folder / "tokenizer.json").exists():
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-        if (folder / "tiktoken.model").exists():
-            from kvq.calibration.tiktoken_door import load_kimi_tokenizer
-
-            return load_kimi_tokenizer(folder)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        with _stdout_is_stderr():
+            return _load_tokenizer(folder)
     except (CalibrationError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001  tokenizers raises plain Exception, transformers whatever a file provokes
@@ -39,6 +36,31 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder}: the tokenizer cannot be loaded ({reason}); the checkpoint's own code is never run. "
             "Give calibration rows with `input_ids`, or mend tokenizer.json."
         ) from None
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if (folder / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    if (folder / "tiktoken.model").exists():
+        from kvq.calibration.tiktoken_door import load_kimi_tokenizer
+
+        return load_kimi_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+@contextmanager
+def _stdout_is_stderr() -> Iterator[None]:
+    """tokenizers' Rust code prints what it does not know in a file; stdout is for kvq's own results."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def build_config(facts: ModelFacts, place: Path) -> Any:

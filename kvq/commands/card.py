@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from kvq.commands.options import path_argument
+
 
 def card(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint that `kvq quantize` wrote.")],
+    folder: Annotated[Path, path_argument("A checkpoint that `kvq quantize` wrote.")],
     base_model: Annotated[
         str | None, typer.Option(help="Hub id of the source (owner/name), where the manifest has only a folder.")
     ] = None,

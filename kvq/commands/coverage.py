@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from kvq.commands.options import Json, print_json
+from kvq.commands.options import Json, path_argument, print_json
 
 
 def coverage(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint that kvq has written.")],
+    folder: Annotated[Path, path_argument("A checkpoint that kvq has written.")],
     as_json: Json = False,
 ) -> None:
     """Show tokens, blend and outcome per layer and the thinnest experts; write kvq-reports/coverage.json and plots."""

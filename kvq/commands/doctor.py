@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Json, print_json
+from kvq.commands.options import Json, path_option, print_json
 from kvq.errors import VerificationError
 
 
 def doctor(
-    disk: Annotated[Path, typer.Option(help="Folder to measure: where sources or outputs will lie.")] = Path("."),
+    disk: Annotated[Path, path_option("Folder to measure: where sources or outputs will lie.")] = Path("."),
     offline: Annotated[bool, typer.Option("--offline", help="Do not ask the Hub.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Json, known_model, print_json
+from kvq.commands.options import Json, known_model, path_option, print_json
 
 
 def download(
     model: Annotated[str, typer.Argument(help="Hub id (owner/name) or alias; `kvq models` lists the aliases.")],
-    out: Annotated[Path | None, typer.Option(help="Folder; without it the Hub cache, where kvq looks itself.")] = None,
+    out: Annotated[Path | None, path_option("Folder; without it the Hub cache, where kvq looks itself.")] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision; by default the newest.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Device, Json, known_model, print_json, user_path
+from kvq.commands.options import Device, Json, known_model, path_argument, path_option, print_json
 from kvq.errors import RecipeError
 
 
@@ -18,35 +18,23 @@ class KvDtype(StrEnum):
 
 
 def evaluate(
-    folder: Annotated[
-        Path, typer.Argument(parser=user_path, metavar="FOLDER", help="A checkpoint: quantized, or the source itself.")
-    ],
+    folder: Annotated[Path, path_argument("A checkpoint: quantized, or the source itself.")],
     source: Annotated[str, typer.Option(help="What it was made from: folder, Hub id or alias.")],
     data: Annotated[
         list[Path] | None,
-        typer.Option(
-            parser=user_path,
-            metavar="FILE",
-            help="Held-out JSON lines with `text`, `messages` or `input_ids`; repeatable.",
-        ),
+        path_option("Held-out JSON lines with `text`, `messages` or `input_ids`; repeatable.", "FILE"),
     ] = None,
     max_rows: Annotated[int | None, typer.Option(min=1, help="Rows of each file at most.")] = None,
     max_seq_length: Annotated[int, typer.Option(min=2, help="Tokens of a row at most.")] = 512,
     long_context: Annotated[int | None, typer.Option(min=2, help="Also pack all rows to sequences this long.")] = None,
     kv_dtype: Annotated[KvDtype | None, typer.Option(help="Let the checkpoint read its KV cache in FP8.")] = None,
-    kv_scales: Annotated[
-        Path | None, typer.Option(parser=user_path, metavar="PATH", help="JSON with static KV scales; 1.0 without.")
-    ] = None,
-    base_logits: Annotated[
-        Path | None, typer.Option(parser=user_path, metavar="PATH", help="Do not run the source: take what was kept.")
-    ] = None,
-    save_base_logits: Annotated[
-        Path | None, typer.Option(parser=user_path, metavar="PATH", help="Keep the source's side for other candidates.")
-    ] = None,
+    kv_scales: Annotated[Path | None, path_option("JSON with static KV scales; 1.0 without.")] = None,
+    base_logits: Annotated[Path | None, path_option("Do not run the source: take what was kept.")] = None,
+    save_base_logits: Annotated[Path | None, path_option("Keep the source's side for other candidates.")] = None,
     damage: Annotated[bool, typer.Option(help="Measure layers, routers and experts too.")] = True,
     report: Annotated[
         Path | None,
-        typer.Option(parser=user_path, metavar="PATH", help="Folder of the reports; DIR/kvq-reports without."),
+        path_option("Folder of the reports; DIR/kvq-reports without."),
     ] = None,
     max_mean_kl: Annotated[float | None, typer.Option(min=0, help="Gate: exit 10 above it.")] = None,
     min_same_top: Annotated[float | None, typer.Option(min=0, max=1, help="Gate: exit 10 below it.")] = None,

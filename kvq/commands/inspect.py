@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from kvq.commands.options import Json, print_json, user_path
+from kvq.commands.options import Json, path_argument, print_json
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(parser=user_path, metavar="FOLDER", help="Any checkpoint folder.")],
+    folder: Annotated[Path, path_argument("Any checkpoint folder.")],
     as_json: Json = False,
 ) -> None:
     """Say what a checkpoint is: format, quantized classes, KV scales, MTP, dead entries, missing files."""

@@ -10,6 +10,7 @@ import typer
 from kvq.errors import RecipeError
 
 if TYPE_CHECKING:
+    from kvq.calibration.rows import Place
     from kvq.recipes.models import KnownModel
     from kvq.recipes.schema import Recipe
 
@@ -21,6 +22,21 @@ def user_path(text: str) -> Path:
     if not text:
         raise typer.BadParameter("the path is empty")
     return Path(os.path.expanduser(text))
+
+
+def path_argument(text: str) -> Any:
+    return typer.Argument(parser=user_path, metavar="FOLDER", help=text)
+
+
+def path_option(text: str, metavar: str = "PATH") -> Any:
+    return typer.Option(parser=user_path, metavar=metavar, help=text)
+
+
+def user_data(text: str) -> "Place":
+    """Calibration data as people name it: `hf://...`, or a path. Raises RecipeError for another scheme."""
+    from kvq.calibration.rows import data_place
+
+    return data_place(text) if "://" in text else user_path(text)
 
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]

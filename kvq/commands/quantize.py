@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvq.commands.options import Device, Json, chosen_recipe, known_model, print_json, user_path
+from kvq.commands.options import Device, Json, chosen_recipe, known_model, path_option, print_json, user_data
 from kvq.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def quantize(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            parser=user_path, metavar="FOLDER", help="Output folder; by default named after model and recipe."
-        ),
+        path_option("Output folder; by default named after model and recipe.", "FOLDER"),
     ] = None,
     device: Device = "auto",
     target: Annotated[
@@ -47,12 +45,11 @@ def quantize(
         bool, typer.Option("--restart", help="Discard what an unfinished run left; begin anew.")
     ] = False,
     events: Annotated[
-        Path | None, typer.Option(help="Append what happens to this file, as JSON lines; docs/events.md.")
+        Path | None, path_option("Append what happens to this file, as JSON lines; docs/events.md.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Quantize the routed experts to INT4 and keep everything else as it is."""
-    from kvq.calibration.rows import data_place
     from kvq.checkpoint.source import local_folder, resolve_source
     from kvq.console.transfer import TransferLines
 
@@ -68,7 +65,7 @@ def quantize(
     started = time.monotonic()
     ranks, device = join(device)
     with open_events(None if dry_run or not ranks.first else events, "quantize") as log:
-        data = data_place(calibration) if calibration is not None else None
+        data = user_data(calibration) if calibration is not None else None
         _check_before_download(chosen, data, out, device)
         log.emit("source_wanted", model=model, revision=revision)
         lines = TransferLines(quiet=as_json)

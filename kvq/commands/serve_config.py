@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvq.commands.options import Json, print_json
+from kvq.commands.options import Json, path_argument, path_option, print_json
 from kvq.errors import RecipeError
 
 
 def serve_config(
-    folder: Annotated[Path, typer.Argument(help="kvq's output, or the FP8 source of a prefill role.")],
+    folder: Annotated[Path, path_argument("kvq's output, or the FP8 source of a prefill role.")],
     gpu: Annotated[str, typer.Option(help="GPU that serves: h100, h200, b200, b200-192.")] = "h200",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the server.")] = 8,
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel size; by default all GPUs.")] = None,
@@ -23,7 +23,7 @@ def serve_config(
     integrity: Annotated[
         Literal["auto", "page-tags", "kv-canary", "none"], typer.Option(help="Check of the KV cache.")
     ] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Where to write; by default FOLDER/serving.")] = None,
+    out: Annotated[Path | None, path_option("Where to write; by default FOLDER/serving.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write the engine's settings, correct by construction, into the checkpoint's `serving/`, and print the command."""

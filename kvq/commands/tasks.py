@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvq.commands.options import Device, Json, print_json
+from kvq.commands.options import Device, Json, path_argument, path_option, print_json
 from kvq.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def tasks(
-    folder: Annotated[Path, typer.Argument(help="A quantized checkpoint; its tokenizer makes the prompts.")],
+    folder: Annotated[Path, path_argument("A quantized checkpoint; its tokenizer makes the prompts.")],
     task: Annotated[
         list[str], typer.Option(help="gsm8k, arc_easy, arc_challenge, mmlu, mmlu_pro, humaneval or a JSONL file.")
     ],
-    source: Annotated[Path | None, typer.Option(help="The checkpoint it was made from, run in this process.")] = None,
+    source: Annotated[Path | None, path_option("The checkpoint it was made from, run in this process.")] = None,
     server: Annotated[str | None, typer.Option(help="Address of a server that has FOLDER.")] = None,
     source_server: Annotated[str | None, typer.Option(help="Address of a server that has the source.")] = None,
-    save_answers: Annotated[Path | None, typer.Option(help="Ask FOLDER alone; write its answers there.")] = None,
-    source_answers: Annotated[Path | None, typer.Option(help="The source's answers, from --save-answers.")] = None,
+    save_answers: Annotated[Path | None, path_option("Ask FOLDER alone; write its answers there.")] = None,
+    source_answers: Annotated[Path | None, path_option("The source's answers, from --save-answers.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of each task at most (of each MMLU subject).")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of an answer at most; by default enough for reasoning.")
@@ -37,8 +37,8 @@ def tasks(
 ) -> None:
     """Ask two models the same questions: scores with intervals, flips, recovery. Writes kvq-reports/tasks-*.json."""
     from kvq.console import ERR, show_tasks
-    from kvq.verify.answer_reports import write_json, write_report
     from kvq.verify.models import check_same_prompts, one_source
+    from kvq.verify.report_files import report_folder, write_json, write_report
     from kvq.verify.tasks import run
 
     one_source(source, source_server, source_answers, save_answers)
@@ -60,7 +60,7 @@ def tasks(
     assert theirs is not None, "one_source has seen to it"
     figures = run.compare_answers(theirs, ours)
     for name, row in figures.items():
-        write_report(folder, f"tasks-{name}", run.SCHEMA, {"tasks": {name: row}})
+        write_report(report_folder(folder), f"tasks-{name}", run.SCHEMA, folder, {"tasks": {name: row}})
     if as_json:
         print_json({"tasks": figures})
     else:

@@ -5,17 +5,17 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Device, Json, print_json
+from kvq.commands.options import Device, Json, path_argument, path_option, print_json
 
 
 def tool_calls(
-    folder: Annotated[Path, typer.Argument(help="A quantized checkpoint.")],
-    data: Annotated[Path, typer.Option(help="JSON lines with `tools` and `user` or `messages`, and `call` if known.")],
-    source: Annotated[Path | None, typer.Option(help="The checkpoint it was made from, run in this process.")] = None,
+    folder: Annotated[Path, path_argument("A quantized checkpoint.")],
+    data: Annotated[Path, path_option("JSON lines with `tools` and `user` or `messages`, and `call` if known.")],
+    source: Annotated[Path | None, path_option("The checkpoint it was made from, run in this process.")] = None,
     server: Annotated[str | None, typer.Option(help="Address of a server that has FOLDER.")] = None,
     source_server: Annotated[str | None, typer.Option(help="Address of a server that has the source.")] = None,
-    save_answers: Annotated[Path | None, typer.Option(help="Ask FOLDER alone; write its answers there.")] = None,
-    source_answers: Annotated[Path | None, typer.Option(help="The source's answers, from --save-answers.")] = None,
+    save_answers: Annotated[Path | None, path_option("Ask FOLDER alone; write its answers there.")] = None,
+    source_answers: Annotated[Path | None, path_option("The source's answers, from --save-answers.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows at most.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 16384,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests to a server at a time.")] = 16,
@@ -27,9 +27,9 @@ def tool_calls(
     In this process the model's own text is parsed; a server is asked by its chat API, without and with streaming.
     """
     from kvq.console import ERR, show_tool_calls
-    from kvq.verify.answer_reports import write_json, write_report
     from kvq.verify.models import check_same_prompts, one_source
     from kvq.verify.questions import load_questions
+    from kvq.verify.report_files import report_folder, write_json, write_report
     from kvq.verify.toolcalls import run
 
     one_source(source, source_server, source_answers, save_answers)
@@ -48,7 +48,7 @@ def tool_calls(
         return
     assert theirs is not None, "one_source has seen to it"
     report = run.compare_models(file, theirs, ours, max_tokens)
-    write_report(folder, "toolcalls", run.SCHEMA, report)
+    write_report(report_folder(folder), "toolcalls", run.SCHEMA, folder, report)
     if as_json:
         print_json(report)
     else:

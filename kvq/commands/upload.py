@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Json, print_json
+from kvq.commands.options import Json, path_argument, print_json
 from kvq.errors import INTERRUPTED, VerificationError
 from kvq.stop import StopRequest
 
 
 def upload(
-    folder: Annotated[Path, typer.Argument(help="A finished output of `kvq quantize`, with its reports and card.")],
+    folder: Annotated[Path, path_argument("A finished output of `kvq quantize`, with its reports and card.")],
     repo: Annotated[str, typer.Argument(help="Hub repository, owner/name. It is made if it is missing.")],
     private: Annotated[
         bool, typer.Option("--private", help="Make it private; refuses one that is public already.")

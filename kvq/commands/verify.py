@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Json, known_model, print_json, user_path
+from kvq.commands.options import Json, known_model, path_argument, print_json
 from kvq.errors import VerificationError
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(parser=user_path, metavar="FOLDER", help="A quantized checkpoint.")],
+    folder: Annotated[Path, path_argument("A quantized checkpoint.")],
     source: Annotated[
         str | None, typer.Option(help="Its source (folder, Hub id or alias): compares all weights.")
     ] = None,

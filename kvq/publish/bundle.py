@@ -11,10 +11,11 @@ from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, load_json
 from kvq.errors import CheckpointError, OutputError
 from kvq.verify.checks import verify_checkpoint
 from kvq.verify.report import VerifyReport
+from kvq.verify.report_files import REPORTS
 from kvq.verify.structure import load_manifest
 
 CARD = "README.md"
-DISTANCE = "kvq-reports/distance.json"
+DISTANCE = f"{REPORTS}/distance.json"
 DISTANCE_SCHEMA = "kvq.distance/1"
 # Without config.json no engine loads a repository; without the index none reads several shards.
 LOADABLE = ("config.json", INDEX_NAME)
@@ -88,8 +89,11 @@ def _report_faults(folder: Path) -> list[str]:
 
 
 def check_folder(folder: Path, progress: Callable[[int, int], None]) -> list[str]:
-    """`find_faults` of a folder that is verified now. Raises CheckpointError if it is no checkpoint at all."""
-    return find_faults(folder, verify_checkpoint(folder, None, progress))
+    """`find_faults` of a folder that is verified now. Raises CheckpointError if it is no checkpoint at all.
+
+    A missing manifest is a fault in `find_faults`' own words: what `kvq verify` advises are flags of its own.
+    """
+    return find_faults(folder, verify_checkpoint(folder, None, progress, without_manifest=True))
 
 
 def make_bundle(folder: Path, reasons: tuple[str, ...] = ()) -> Bundle:

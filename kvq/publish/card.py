@@ -44,7 +44,7 @@ def build_card(folder: Path, base_model: str | None = None, notes: Sequence[str]
         "stored": [(kind, words(classes)) for kind, classes in grouped.items()], "rows": rows,
         "licensed": bool(license_fields(folder, source_metadata(folder))),
         "source_card": (folder / SOURCE_CARD).is_file(), "calibration": _calibration(manifest),
-        "distance": distance_section(folder, manifest.text("recipe_sha256")), "tasks": task_section(folder),
+        "distance": distance_section(folder), "tasks": task_section(folder),
         "tool_calls": tool_call_section(folder), "kv": kv_section(folder), "plots": plots(folder),
         "summary": _summary(manifest), "scripts": serving_scripts(folder), "command": serve_command(manifest),
         "recipe": _recipe_text(manifest), "few_tokens": FEW_TOKENS,

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvq.verify.answer_reports import FOLDER, checkpoint_identity
-from kvq.verify.report_file import ReportFile, find_report
+from kvq.verify.report_file import ReportFile, find_report, find_tasks
+from kvq.verify.report_files import REPORTS, checkpoint_identity, report_folder
 
 DISTANCE, KV, COVERAGE = "kvq.distance/1", "kvq.kv/1", "kvq.coverage/1"
 TASKS, TOOL_CALLS = "kvq.tasks/1", "kvq.toolcalls/1"
@@ -13,14 +13,12 @@ NOT_MEASURED = "not measured"
 PLUS_MINUS = "\u00b1"
 
 
-def distance_section(folder: Path, recipe_sha256: str) -> dict[str, Any] | None:
-    """Distance of probabilities. Raises VerificationError for a report of another recipe's output."""
-    report = find_report(folder, "distance", DISTANCE)
+def distance_section(folder: Path) -> dict[str, Any] | None:
+    """Distance of probabilities. Raises VerificationError for a report of other weights."""
+    report = find_report(report_folder(folder), "distance", DISTANCE)
     if report is None:
         return None
-    measured = report.at("checkpoint").value
-    if isinstance(measured, Mapping) and measured.get("recipe_sha256") not in (None, recipe_sha256):
-        raise report.error("it was measured on the output of another recipe")
+    _expect_same(report, folder)
     figures = report.at("figures")
     data = [(row.text("name"), row.text("sha256"), row.count("num_documents")) for row in report.rows("data")]
     return {
@@ -70,9 +68,7 @@ def _share(report: ReportFile, key: str) -> str:
 def task_section(folder: Path) -> list[dict[str, Any]]:
     """A row for each task of all `tasks-*.json`, by name."""
     rows = []
-    for path in sorted((folder / FOLDER).glob("tasks-*.json")):
-        report = find_report(folder, path.stem, TASKS)
-        assert report is not None, f"{path} was there a moment ago"
+    for report in find_tasks(report_folder(folder), TASKS):
         _expect_same(report, folder)
         rows += [_task_row(name, task) for name, task in report.items("tasks")]
     return sorted(rows, key=lambda row: str(row["name"]))
@@ -112,7 +108,7 @@ def _expect_same(report: ReportFile, folder: Path) -> None:
 
 def tool_call_section(folder: Path) -> list[dict[str, Any]]:
     """A row for each way of asking."""
-    report = find_report(folder, "toolcalls", TOOL_CALLS)
+    report = find_report(report_folder(folder), "toolcalls", TOOL_CALLS)
     if report is None:
         return []
     _expect_same(report, folder)
@@ -134,7 +130,7 @@ def _tool_row(way: str, row: ReportFile) -> dict[str, Any]:
 
 def kv_section(folder: Path) -> dict[str, Any] | None:
     """Simulated cache types, and what calibration of scales has chosen."""
-    report = find_report(folder, "kv", KV)
+    report = find_report(report_folder(folder), "kv", KV)
     if report is None:
         return None
     simulations = []
@@ -150,4 +146,4 @@ def kv_section(folder: Path) -> dict[str, Any] | None:
 
 def plots(folder: Path) -> list[str]:
     """Pictures that lie beside the reports, as paths in the repository."""
-    return [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("*.png"))]
+    return [f"{REPORTS}/{path.name}" for path in sorted(report_folder(folder).glob("*.png"))]

@@ -15,9 +15,9 @@ from kvq.errors import CheckpointError, OutputError
 from kvq.publish.coverage_plots import PlotsLeftOutError, draw_coverage
 from kvq.publish.manifest import FEW_TOKENS, manifest_text
 from kvq.quantize.types import FALLBACKS
+from kvq.verify.report_files import REPORTS, write_whole
 from kvq.verify.structure import load_manifest
 
-REPORTS = "kvq-reports"
 REPORT_NAME = "coverage.json"
 SCHEMA = "kvq.coverage/1"
 
@@ -47,10 +47,7 @@ def write_coverage(folder: Path) -> Coverage:
     report = coverage_report(manifest)
     place = folder / REPORTS / REPORT_NAME
     try:
-        place.parent.mkdir(exist_ok=True)
-        partial = place.with_suffix(".partial")
-        partial.write_text(manifest_text(report), encoding="utf-8")
-        partial.replace(place)
+        write_whole(place, manifest_text(report))
         plots, note = draw_coverage(report, place.parent), None
     except PlotsLeftOutError as reason:
         plots, note = (), str(reason)

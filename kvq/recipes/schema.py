@@ -91,7 +91,7 @@ class Recipe(BaseModel):
     @field_validator("num_bits", "group_size", "block_size", "symmetric", mode="before")
     @classmethod
     def _of_its_own_type(cls, value: Any, field: ValidationInfo) -> Any:
-        """A choice is met by its own type only: 32.0 is no group size, 1 is no yes."""
+        """A choice is met by its own type only: 32.0 is no group size, 1 is no yes, though they are equal."""
         kind = bool if field.field_name == "symmetric" else int
         if isinstance(value, int | float) and type(value) is not kind:
             raise ValueError(f"expected {'true' if kind is bool else 'a whole number'}")
@@ -195,6 +195,8 @@ class _PlainLoader(yaml.SafeLoader):
         twice = [name for name, count in Counter(map(str, names)).items() if count > 1]
         if twice:
             raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.constructor.ConstructorError(None, None, "found a merged mapping (<<)", node.start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvq.checkpoint.index import load_json
 from kvq.errors import VerificationError
-from kvq.verify.answer_reports import FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,13 @@ class ReportFile:
             raise found.error(f"{found.place} is not a list")
         return [ReportFile(found.path, one, f"{found.place}[{number}]") for number, one in enumerate(found.value)]
 
+    def expect_schema(self, schema: str) -> "ReportFile":
+        """This report, which must be of this schema."""
+        found = self.text("schema")
+        if found != schema:
+            raise self.error(f"its schema is {found[:40]!r}, this kvq reads {schema!r}")
+        return self
+
     def error(self, what: str) -> VerificationError:
         return VerificationError(f"{self.path}: {what}. Measure again with this kvq, or remove the file.")
 
@@ -73,13 +79,23 @@ class ReportFile:
         return f"{self.place}.{key}" if self.place else key
 
 
-def find_report(folder: Path, name: str, schema: str) -> ReportFile | None:
-    """`kvq-reports/<name>.json`, None if it was not measured. Raises CheckpointError for no JSON, VerificationError."""
-    path = folder / FOLDER / f"{name}.json"
-    if not path.is_file():
-        return None
-    report = ReportFile(path, load_json(path))
-    found = report.text("schema")
-    if found != schema:
-        raise report.error(f"its schema is {found[:40]!r}, this kvq reads {schema!r}")
-    return report
+def find_report(reports: Path, name: str, schema: str) -> ReportFile | None:
+    """`<reports>/<name>.json`, None if it was not measured. Raises CheckpointError for no JSON, VerificationError."""
+    path = reports / f"{name}.json"
+    return ReportFile(path, load_json(path)).expect_schema(schema) if path.is_file() else None
+
+
+def find_tasks(reports: Path, schema: str) -> list[ReportFile]:
+    """All `tasks-*.json`, by name."""
+    found = (find_report(reports, path.stem, schema) for path in sorted(reports.glob("tasks-*.json")))
+    return [report for report in found if report is not None]
+
+
+def require(value: Any, schema: str | None, path: Path, what: str = "the file") -> Mapping[str, Any]:
+    """An object, of this schema if one is named. Raises VerificationError."""
+    found = ReportFile(path, value)
+    if not isinstance(value, Mapping):
+        raise found.error(f"{what} is not a JSON object")
+    if schema is not None:
+        found.expect_schema(schema)
+    return value

@@ -1,51 +1,60 @@
-"""Measurements beside a checkpoint: `<checkpoint>/kvq-reports/<name>.json`. docs/reports.md has their fields."""
+"""Measurements beside a checkpoint, `<checkpoint>/kvq-reports/<name>.json`, written whole or not at all.
 
-import json
+docs/reports.md has their fields, `report_file.py` reads them.
+"""
+
+import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvq import __version__
-from kvq.checkpoint.index import load_json
-from kvq.errors import CheckpointError, OutputError
+from kvq.checkpoint.index import MANIFEST_NAME, load_json
+from kvq.checkpoint.writer import dump_json
+from kvq.errors import OutputError
 
 REPORTS = "kvq-reports"
+HEAD = ("schema", "kvq_version", "checkpoint_sha256")
 
 
 def report_folder(checkpoint: Path) -> Path:
     return checkpoint / REPORTS
 
 
-def write_report(folder: Path, name: str, kind: str, content: Mapping[str, Any]) -> Path:
-    """Write `<folder>/<name>.json` at once, with its schema and kvq's version first. Raises OutputError."""
-    path = folder / f"{name}.json"
-    whole = {"schema": f"kvq.{kind}/1", "kvq_version": __version__, **content}
-    partial = path.with_name(path.name + ".partial")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror}). Give another place with --report.") from None
+def write_report(reports: Path, name: str, schema: str, checkpoint: Path, body: Mapping[str, Any]) -> Path:
+    """Write `<reports>/<name>.json` about a checkpoint and give its path. Raises OutputError."""
+    path = reports / f"{name}.json"
+    head = dict(zip(HEAD, (schema, __version__, checkpoint_identity(checkpoint)), strict=True))
+    write_json(path, {**head, **body})
     return path
 
 
-def read_report(folder: Path, name: str, kind: str) -> dict[str, Any] | None:
-    """A report of this kind, None where there is none. Raises CheckpointError for one of another schema."""
-    path = folder / f"{name}.json"
-    if not path.exists():
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    write_whole(path, dump_json(document))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A reader never sees half of it. Raises OutputError."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise OutputError(
+            f"{path}: cannot be written ({error.strerror or error}). Make room, or choose another place."
+        ) from None
+
+
+def checkpoint_identity(folder: Path) -> str | None:
+    """One hash over the weight files of a manifest, so that a report cannot be taken for another checkpoint's.
+
+    None where kvq did not make the folder. Raises CheckpointError for a manifest that is no JSON.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
         return None
-    content = load_json(path)
-    if content.get("schema") != f"kvq.{kind}/1":
-        raise CheckpointError(f"{path}: its schema is {content.get('schema')!r}, expected kvq.{kind}/1. Measure again.")
-    return content
-
-
-def read_tasks(folder: Path) -> dict[str, Any]:
-    """The rows of all `tasks-*.json` reports together: task -> what was measured."""
-    rows: dict[str, Any] = {}
-    for path in sorted(folder.glob("tasks-*.json")):
-        content = read_report(folder, path.stem, "tasks")
-        if content is not None and isinstance(content.get("tasks"), dict):
-            rows.update(content["tasks"])
-    return rows
+    files = load_json(path).get("files")
+    weights = sorted(f"{name} {digest}" for name, digest in (files or {}).items() if name.endswith(".safetensors"))
+    return hashlib.sha256("\n".join(weights).encode()).hexdigest()

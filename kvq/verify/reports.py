@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from kvq.checkpoint.index import MANIFEST_NAME, load_json
-from kvq.errors import CheckpointError
 from kvq.recipes.schema import Gates, make_gates_from
 from kvq.verify.evaluation import Evaluation, Request
 from kvq.verify.gates import GateResult, check_gates, merge_gates
-from kvq.verify.report_files import read_report, read_tasks, report_folder, write_report
+from kvq.verify.report_file import find_report, find_tasks
+from kvq.verify.report_files import HEAD, report_folder, write_report
+
+DISTANCE, DAMAGE, KV, TASKS = "kvq.distance/1", "kvq.damage/1", "kvq.kv/1", "kvq.tasks/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ def judge(request: Request, found: Evaluation, flags: Gates) -> list[GateResult]
     Raises CheckpointError for gates in a manifest that kvq does not write.
     """
     gates = merge_gates(_recipe_gates(request.folder), flags)
-    tasks = read_tasks(report_folder(request.folder)) if gates.min_recovery else {}
+    reports = find_tasks(report_folder(request.folder), TASKS) if gates.min_recovery else []
+    tasks = {name: task.value for report in reports for name, task in report.items("tasks")}
     return check_gates(gates, found.figures, tasks)
 
 
@@ -53,25 +56,24 @@ def write_reports(request: Request, found: Evaluation, gates: Sequence[GateResul
     folder = place or report_folder(request.folder)
     dtype = request.kv_dtype
     if dtype is None:
-        paths = [write_report(folder, "distance", "distance", distance)]
+        paths = [write_report(folder, "distance", DISTANCE, request.folder, distance)]
     else:
-        paths = [_add_to_kv(folder, dtype, {"distance": distance, "stored": found.kv})]
+        paths = [_add_to_kv(folder, request.folder, dtype, {"distance": distance, "stored": found.kv})]
     suffix = "" if dtype is None else f"-{dtype}"
     if found.damage is not None:
-        paths.append(write_report(folder, f"damage{suffix}", "damage", found.damage))
+        paths.append(write_report(folder, f"damage{suffix}", DAMAGE, request.folder, found.damage))
     drawn, note = _draw(folder, found, suffix)
     names = ", ".join([*(path.name for path in paths), *drawn])
     return Written(content, [f"wrote {names} to {folder}", *note])
 
 
-def _add_to_kv(folder: Path, dtype: str, row: dict[str, Any]) -> Path:
+def _add_to_kv(folder: Path, checkpoint: Path, dtype: str, row: dict[str, Any]) -> Path:
     """`kv.json` is shared with what calibrated the scales: only this dtype's simulation is replaced."""
-    before = read_report(folder, "kv", "kv") or {}
-    simulations = before.get("simulations", {})
-    if not isinstance(simulations, dict):
-        raise CheckpointError(f"{folder / 'kv.json'}: `simulations` is no object. Remove the file and measure again.")
-    kept = {key: value for key, value in before.items() if key not in ("schema", "kvq_version")}
-    return write_report(folder, "kv", "kv", {**kept, "simulations": {**simulations, dtype: row}})
+    before = find_report(folder, "kv", KV)
+    kept = {} if before is None else {key: value for key, value in before.value.items() if key not in HEAD}
+    simulations = {} if before is None or "simulations" not in kept else dict(before.items("simulations"))
+    rows = {name: simulation.value for name, simulation in simulations.items()}
+    return write_report(folder, "kv", KV, checkpoint, {**kept, "simulations": {**rows, dtype: row}})
 
 
 def _draw(folder: Path, found: Evaluation, suffix: str) -> tuple[list[str], list[str]]:

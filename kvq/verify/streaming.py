@@ -47,17 +47,8 @@ class StreamedModel:
     def step(self, module: Any, layer: int) -> None:
         """Run the layer on all groups, and let its bytes go."""
         for store in self.stores:
-            self.run(module, layer, store)
+            self.runner.run(module, layer, store)
         self.runner.reader.release()
-
-    def run(
-        self, module: Any, layer: int, store: ActivationStore, after: Callable[[slice], None] | None = None
-    ) -> None:
-        """Like `ModelRunner.run`, which replaces the indexer for short sequences; a longer one may come after them."""
-        indexer = getattr(module.self_attn, "indexer", None)
-        self.runner.run(module, layer, store, after)
-        if indexer is not None:
-            module.self_attn.indexer = indexer
 
     def finish(self) -> list[Tensor]:
         """Hidden states of every group after the final norm [N, S, H], on the host."""
@@ -107,7 +98,7 @@ def _run_watched(base: StreamedModel, other: StreamedModel, layer: int) -> Layer
     if other.kv is not None:
         other.kv.counting = False
     for stores in zip(inputs, probes, base.stores, strict=True):
-        other.run(other_module, layer, stores[1], _compare_own(record, *stores, other.runner.device))
+        other.runner.run(other_module, layer, stores[1], _compare_own(record, *stores, other.runner.device))
     if watching is not None:
         watching.remove()
         record.other_choices.watch(other_module.mlp.experts)

@@ -208,7 +208,7 @@ def check_config(reader: CheckpointReader, facts: ModelFacts) -> Check:
             check.expect(module in targeted, f"no INT4 group covers {module}")
         elif kind == "fp8":
             check.expect(fp8 and module not in ignored, f"{module} is FP8, which the config does not say")
-        elif fp8:
+        else:
             check.expect(module in ignored, f"{module} is not quantized, but the config does not ignore it")
     for entry in ignore:
         check.expect(bool(meant[entry]), f"ignore entry {entry!r} names no module")

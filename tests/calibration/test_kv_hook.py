@@ -3,6 +3,7 @@
 Shape suffixes: N = sequences, S = tokens per sequence, H = hidden size.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,24 @@ import torch
 from torch import Tensor
 
 from kvq.calibration.kv_hook import KV_NAMES, KvHook, install_kv_hook
+from kvq.calibration.sparse_attention import COPY_BYTES, FLOAT_BYTES
 from kvq.checkpoint.architecture import ARCHITECTURES
 from tests.calibration.models import layer_with_experts, open_runner, random_tokens
 from tests.checkpoints import TINY, make_checkpoint
 
 LAYER = 1
-LONG = 40  # more than index_topk: the indexer runs
+LONG = 40
+BLOCK = 7  # queries of a block; it does not divide LONG
 FAMILIES = ["glm_moe_dsa", "glm4_moe", "deepseek_v3"]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COPY_BYTES, "cpu", BLOCK * FLOAT_BYTES * 2 * TINY.index_head_dim * LONG)
+
+
+def make_source(folder: Path, family: str, **changes: int) -> Path:
+    return make_checkpoint(folder / "source", family, "bf16", replace(TINY, **changes))
 
 
 def run_layer(folder: Path, hook: KvHook | None) -> Tensor:
@@ -30,9 +42,11 @@ def run_layer(folder: Path, hook: KvHook | None) -> Tensor:
     return store.hidden_NSH
 
 
+@pytest.mark.parametrize("index_topk", [16, LONG])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sees_what_engines_store_and_changes_nothing(tmp_path: Path, family: str) -> None:
-    folder = make_checkpoint(tmp_path / "source", family, "bf16")
+def test_sees_what_engines_store_and_changes_nothing(tmp_path: Path, family: str, index_topk: int) -> None:
+    """Each tensor once and whole, with an indexer that runs block by block and with one that has no choice."""
+    folder = make_source(tmp_path, family, index_topk=index_topk)
     seen: dict[str, tuple[int, ...]] = {}
 
     def look(layer: int, name: str, tensor: Tensor) -> Tensor:
@@ -53,7 +67,7 @@ def test_sees_what_engines_store_and_changes_nothing(tmp_path: Path, family: str
 @pytest.mark.parametrize(("family", "name"), [(f, n) for f in FAMILIES for n in KV_NAMES[ARCHITECTURES[f].attention]])
 def test_attention_reads_what_the_hook_gives(tmp_path: Path, family: str, name: str) -> None:
     """Each tensor by itself: negated, it changes the output."""
-    folder = make_checkpoint(tmp_path / "source", family, "bf16")
+    folder = make_source(tmp_path, family, index_topk=16)
     changed = run_layer(folder, lambda _layer, n, tensor: -tensor if n == name else tensor)
     assert (changed - run_layer(folder, None)).abs().max() > 1e-3
 

@@ -66,8 +66,7 @@ def test_folder_without_a_template_takes_text_only(folder: Path) -> None:
     "row",
     [
         {"messages": []},
-        {"messages": HELLO, "tools": "add"},
-        {"messages": HELLO, "tools": {"add": 1}},
+        {"messages": HELLO, "tools": ["add"]},
         {"messages": [{"role": "assistant", "tool_calls": 3}]},
         {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
     ],
@@ -86,6 +85,16 @@ def test_tokenizers_that_cannot_be_loaded_name_the_folder(folder: Path, content:
         file.write_text(content)
     with pytest.raises(CalibrationError, match=r"source: the tokenizer cannot be loaded.*input_ids"):
         load_tokenizer(folder)
+
+
+def test_what_tokenizers_print_is_not_on_stdout(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """stdout is for kvq's results: `--json` promises one JSON object there and nothing else."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"][0]["of_no_meaning"] = 3
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    load_tokenizer(folder)
+    said = capfd.readouterr()
+    assert said.out == "" and "of_no_meaning" in said.err
 
 
 # Config and modules.

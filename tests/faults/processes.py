@@ -24,7 +24,7 @@ from kvq.checkpoint.journal import FOLDER, parked
 from kvq.cli import main
 from kvq.console import RunProgress
 from tests.checkpoints import TINY, Options, Tiny, make_checkpoint
-from tests.runs import SETTINGS, all_bytes, quantize, write_calibration
+from tests.runs import SETTINGS, output_bytes, quantize, write_calibration
 
 READ, WRITE, SYNC, RENAME, OPEN, REMOVE, MAKE = (1 << bit for bit in range(7))
 KINDS = {
@@ -117,7 +117,7 @@ class Bench:
         """What an undisturbed run writes. It also imports here, once, what every fork would import."""
         warm = self.folder / "warm"
         quantize(self.source, warm, self.calibration, *model.settings)
-        contents = all_bytes(warm)
+        contents = output_bytes(warm)
         subprocess.run(["rm", "-rf", warm], check=True)
         return contents
 
@@ -188,7 +188,7 @@ class Bench:
             os._exit(code)
 
     def contents(self) -> dict[str, bytes]:
-        return all_bytes(self.out)
+        return output_bytes(self.out)
 
     def remove_output(self) -> dict[str, bytes]:
         contents = self.contents()

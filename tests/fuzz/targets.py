@@ -14,6 +14,7 @@ from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, CheckpointIndex, loa
 from kvq.checkpoint.journal import FOLDER, Journal
 from kvq.checkpoint.metadata import Metadata
 from kvq.checkpoint.writer import CheckpointWriter
+from kvq.errors import VerificationError
 from kvq.publish.gpus import find_gpu
 from kvq.publish.parallel import Parallel
 from kvq.publish.plan_report import plan_report
@@ -185,7 +186,9 @@ def verification(folder: Path) -> Target:
         name, changes = given
         try:
             (folder / "out" / name).write_bytes(as_json(edited(json.loads(names[name]), changes)))
-            verify_checkpoint(folder / "out", folder / "source", lambda done, total: None).failure()
+            report = verify_checkpoint(folder / "out", folder / "source", lambda done, total: None)
+            if not report.passed:
+                raise VerificationError(report.failure())
         finally:
             (folder / "out" / name).write_bytes(names[name])
 
@@ -197,7 +200,7 @@ def journal(folder: Path) -> Target:
         "number": 0, "shard": "model-00001-of-00002.safetensors", "sha256": "0" * 64, "tensors": {"a": 4},
         "results": [{"name": "a", "outcome": "rounded", "num_tokens": 1, "blend_weight": None, "dampening_frac": None,
                      "relative_weight_error": 0.1, "relative_output_error": None}],
-        "state": "state-00000.safetensors", "state_sha256": "0" * 64,
+        "state": "state-00000.safetensors", "state_sha256": "0" * 64, "resumable": True,
     }  # fmt: skip
     partial = folder / "out.partial"
     fingerprint = {"recipe": "a"}

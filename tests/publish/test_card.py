@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from markdown_it import MarkdownIt
 from kvq.errors import CheckpointError, KvqError, OutputError, RecipeError, VerificationError
 from kvq.publish.card import CARD, MARK, build_card, write_card
 from kvq.publish.card_page import block, code, escape
-from kvq.verify.answer_reports import write_report
+from kvq.verify.report_files import checkpoint_identity, report_folder, write_report
 from kvq.verify.tasks.run import SCHEMA as TASKS
 from kvq.verify.tasks.stats import Row, compare
 from kvq.verify.toolcalls.run import SCHEMA as TOOL_CALLS
@@ -62,7 +63,7 @@ def distance(folder: Path, **changed: Any) -> Json:
     return {
         "schema": "kvq.distance/1",
         "kvq_version": "9",
-        "checkpoint": {"recipe_sha256": manifest_of(folder)["recipe_sha256"]},
+        "checkpoint_sha256": checkpoint_identity(folder),
         "data": [{"name": "held|out.jsonl", "sha256": "ab" * 32, "num_documents": 21}],
         "figures": figures(mean_kld=mean, max_kld={"value": 2.5, "error": None, "document_error": None}),
         "domains": {"code": figures(), "documents": figures()},
@@ -81,7 +82,7 @@ def put_tasks(folder: Path, name: str = "sums", **changed: Any) -> None:
     quantized = [Row(f"r{i}", "a" if i < 95 else "b", i < 95, cut=i < 2) for i in range(100)]
     settings = {"max_tokens": 777, "route": "server"}
     task = {"num_samples": 100, **compare(source, quantized), "settings": settings, **changed}
-    write_report(folder, f"tasks-{name}", TASKS, {"tasks": {name: task}})
+    write_report(report_folder(folder), f"tasks-{name}", TASKS, folder, {"tasks": {name: task}})
 
 
 def put_tool_calls(folder: Path) -> None:
@@ -91,7 +92,7 @@ def put_tool_calls(folder: Path) -> None:
         "quantized": {"schema_valid": share}, "same_as_source": share,
         "reference": {"source": share, "quantized": share},
     }  # fmt: skip
-    write_report(folder, "toolcalls", TOOL_CALLS, {"ways": {"server, streamed": way}})
+    write_report(report_folder(folder), "toolcalls", TOOL_CALLS, folder, {"ways": {"server, streamed": way}})
 
 
 def test_the_head(folder: Path) -> None:
@@ -191,6 +192,9 @@ def test_no_figure_is_typed_by_hand() -> None:
 
 def test_commands_come_from_the_files(folder: Path) -> None:
     flags = "--tp-size 2 --disable-shared-experts-fusion --moe-a2a-backend none"
+    settings = [f"sglang-{role}.{kind}" for role in ("decode", "prefill", "single") for kind in ("sh", "yaml")]
+    assert re.findall(r"^`serving/(.+)`$", build_card(folder), re.MULTILINE) == [*settings, "vllm.sh"]
+    shutil.rmtree(folder / "serving")
     assert f"python3 -m sglang.launch_server --model-path . {flags}" in build_card(folder)
     (folder / "serving").mkdir()
     (folder / "serving" / "sglang-single.sh").write_text("exec sglang ```--x```\n")
@@ -202,7 +206,7 @@ def test_commands_come_from_the_files(folder: Path) -> None:
 def test_the_recipe_can_be_read_again(folder: Path, tmp_path: Path) -> None:
     from kvq.recipes.schema import load_recipe
 
-    text = build_card(folder).split("```yaml\n")[1].split("```")[0]
+    text = build_card(folder).split("`recipe.yaml`, hash")[1].split("```yaml\n")[1].split("```")[0]
     (tmp_path / "recipe.yaml").write_text(text)
     manifest = manifest_of(folder)
     assert load_recipe(str(tmp_path / "recipe.yaml")).sha256 == manifest["recipe_sha256"]
@@ -287,7 +291,7 @@ def break_distance(**changed: Any) -> Callable[[Path], None]:
         (break_distance(figures=figures(num_positions=True)), "not a count"),
         (break_distance(domains=[]), "domains is not an object"),
         (break_distance(data={}), "data is not a list"),
-        (break_distance(checkpoint={"recipe_sha256": "other"}), "on the output of another recipe"),
+        (break_distance(checkpoint_sha256="0"), "on other weights"),
         (
             lambda folder: put(folder, "distance", json.dumps(distance(folder)).replace("0.0123456", "NaN")),
             "NaN is no JSON",

@@ -9,13 +9,13 @@ from pydantic import ValidationError
 from kvq.errors import RecipeError
 from kvq.recipes.schema import Recipe, library_names, load_recipe, override
 
-INT4_SHA256 = "f9597937e23343f43ba7c491b108a5780180a5f2d7c40008b170a4ddead2956c"
+INT4_SHA256 = "43b6bd94b3583b330ec3678c5894f4e442e090f1e0f266f76743c3d70f9b8cb9"
 
 OTHER_VALUES: dict[str, Any] = {
     "name": "other", "solver": "rtn", "group_size": 64, "scale_search": "minmax", "actorder": None, "block_size": 64,
     "dampening_frac": 0.5, "dampening_steps": 8, "refinement_passes": 16, "hessian_blend_tokens": 1,
     "propagate_error": False, "max_fallback_frac": 0.5, "mtp": "rtn", "rest": "bf16", "num_calibration_samples": 8,
-    "max_seq_length": 64,
+    "max_seq_length": 64, "hessian": "layer", "drift_correction": False, "drift_dampening_tokens": 8,
 }  # fmt: skip
 ONLY_VALUE = {"num_bits", "symmetric"}
 
@@ -58,7 +58,7 @@ def test_library_wins_over_a_file_of_the_same_name(tmp_path: Path, monkeypatch: 
 
 
 def test_unknown_recipe_names_the_library(tmp_path: Path) -> None:
-    assert "no such recipe or file. The library has int4, int4-g32" in refused("int5")
+    assert "no such recipe or file. The library has int4, int4-awq, int4-g32" in refused("int5")
     assert "no such recipe or file" in refused(str(tmp_path))
 
 

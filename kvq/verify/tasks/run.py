@@ -7,10 +7,10 @@ from typing import Any
 
 from kvq.checkpoint.index import load_json
 from kvq.errors import CalibrationError, RecipeError
-from kvq.verify.answer_reports import require
 from kvq.verify.answers import Answerer, Watch
 from kvq.verify.chat import ChatFormat
 from kvq.verify.questions import QuestionFile, load_questions
+from kvq.verify.report_file import require
 from kvq.verify.tasks.local import MAX_TOKENS, run_local
 from kvq.verify.tasks.presets import PRESETS, Preset
 from kvq.verify.tasks.stats import Row, compare

@@ -6,11 +6,11 @@ from typing import Any
 
 from kvq.checkpoint.index import load_json
 from kvq.errors import CalibrationError, RecipeError, ServerError
-from kvq.verify.answer_reports import require
 from kvq.verify.answers import Watch
 from kvq.verify.chat import ChatFormat
 from kvq.verify.models import opened
 from kvq.verify.questions import Question, QuestionFile
+from kvq.verify.report_file import require
 from kvq.verify.server import Server
 from kvq.verify.toolcalls.ask import Outcome, ask_server, ask_text
 from kvq.verify.toolcalls.calls import ParsedAnswer, ToolCall
