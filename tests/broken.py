@@ -251,6 +251,7 @@ CONFIGS: dict[str, Broken] = {
     "key missing": Broken(set_config(n_routed_experts=None), (CONFIG, "'n_routed_experts'", AGAIN)),
     "number as text": Broken(set_config(n_routed_experts="4"), (CONFIG, "n_routed_experts is '4'", AGAIN)),
     "number is true": Broken(set_config(num_attention_heads=True), (CONFIG, "num_attention_heads is True", AGAIN)),
+    "heads without width": Broken(set_config(head_dim=0), (CONFIG, "head_dim is 0", AGAIN), source="glm-4.7"),
     "half an expert": Broken(set_config(num_experts_per_tok=1.5), (CONFIG, "num_experts_per_tok is 1.5", AGAIN)),
     "negative": Broken(set_config(vocab_size=-1), (CONFIG, "vocab_size is -1", AGAIN)),
     "a billion experts": Broken(set_config(n_routed_experts=10**9), (CONFIG, "n_routed_experts 1000000000", AGAIN)),

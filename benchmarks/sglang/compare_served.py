@@ -4,8 +4,9 @@
 
 DATA holds eval-toolcalls.jsonl (tools, user, call), eval-arithmetic.jsonl (q, cot, ans) and eval-text.jsonl (text).
 Exact answers under greedy decoding with the checkpoint's chat template; log-probabilities of each prompt token. Where
-OUTPUT has `kvq-reports/distance.json`, its mean KL is put beside the difference of the log-probabilities. A server that
-does not start is reported, and the next one is tried. With OUTPUT/serving, the output is served by the YAML in there.
+OUTPUT has `kvq-reports/distance.json`, its mean KL is put beside the difference of the log-probabilities. A server
+that does not start is reported, and the next one is tried. With --with-config outputs are served by kvq's own YAML
+(its draft layer included) under the settings below.
 
 The kernels left out by bundle.py are stepped around: Triton attention (MLA, GQA); for DSA sparse FlashMLA for prefill
 and decode, and no dense prefill of short prompts, which would ask for FlashAttention 3. DSA's indexer is padded to 32
@@ -105,14 +106,15 @@ def prompt_logprobs(data: Path) -> list[float]:
     ]
 
 
-def measure(folder: Path, data: Path, count: int, log: Path) -> dict[str, Any]:
+def measure(folder: Path, data: Path, count: int, log: Path, with_config: bool) -> dict[str, Any]:
     """Everything about one checkpoint; what failed is in `error`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sparse = "index_topk" in config
     served = pad_indexer(folder, log.with_suffix(".padded")) if sparse else folder
     result: dict[str, Any] = {"checkpoint": folder.name, "error": None}
     started = time.monotonic()
-    yaml = next((path for path in sorted((folder / "serving").glob("*.yaml")) if "single" in path.name), None)
+    yaml = folder / "serving" / "sglang-single.yaml" if with_config else None
+    yaml = yaml if yaml and yaml.exists() else None
     settings = {**COMMON, **(SPARSE if sparse else DENSE), "model-path": str(served)}
     result["config"] = yaml.name if yaml else None
     try:
@@ -157,7 +159,7 @@ def distance(source: Mapping[str, Any], output: Mapping[str, Any], report: Path)
 
 
 def _find_kl(report: Mapping[str, Any]) -> float | None:
-    value = report.get("mean_kl")
+    value = report.get("figures", {}).get("mean_kld", {}).get("value")
     return float(value) if isinstance(value, int | float) else None
 
 
@@ -178,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="+", metavar="SOURCE=OUTPUT")
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--with-config", action="store_true", help="serve outputs by OUTPUT/serving/sglang-single.yaml")
     parser.add_argument("--rows", type=int, default=50)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "./out")))
     arguments = parser.parse_args()
@@ -186,7 +189,8 @@ def main() -> None:
     for pair in arguments.pairs:
         both = []
         for folder in map(Path, pair.split("=")):
-            both.append(measure(folder, arguments.data, arguments.rows, arguments.out / f"{folder.name}.log"))
+            log = arguments.out / f"{folder.name}.log"
+            both.append(measure(folder, arguments.data, arguments.rows, log, arguments.with_config))
             results.append(both[-1])
             sys.stdout.write(table(both[-1:], arguments.rows).splitlines()[-1] + "\n")
             sys.stdout.flush()

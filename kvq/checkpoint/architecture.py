@@ -173,7 +173,8 @@ def _check_numbers(text: Mapping[str, Any], arch: Architecture, place: Path) -> 
         raise CheckpointError(f"{place}: needs the number {missing[0]!r}, which is absent. Download config.json again.")
     for key in (*arch.required, *OPTIONAL_COUNTS):
         if key not in REAL_KEYS:
-            _count(text, key, place)
+            if _count(text, key, place) == 0 and key in arch.required and key != "first_k_dense_replace":
+                raise CheckpointError(f"{place}: {key} is 0, which no model has. Download config.json again.")
         elif not isinstance(text[key], int | float) or isinstance(text[key], bool):
             raise CheckpointError(f"{place}: {key} is {text[key]!r}, expected a number. Download config.json again.")
 

@@ -289,6 +289,7 @@ def _as_step(path: Path, number: int, suffix: str) -> Step:
         or not all(isinstance(record[key], kind) for key, kind in types.items())
         or Path(record["shard"]).name != record["shard"]
         or record["state"] not in states
+        or not isinstance(record["resumable"], bool)
         or not all(isinstance(count, int) for count in record["tensors"].values())
         or not all(isinstance(row, dict) for row in record["results"])
     ):

@@ -88,7 +88,7 @@ class CheckpointReader:
         return value
 
     def release(self) -> None:
-        """Close the mapped files, so that their pages stop counting as ours. Tensors already given out stay valid."""
+        """Close the files. Tensors already given out stay valid."""
         self._files.clear()
 
     def side_files(self) -> list[Path]:

@@ -144,7 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
         if given == self.hub.token and (self.hub.expires_after is None or self.hub.expires_after >= 0):
             return None
         said = "Invalid credentials in Authorization header"
-        return 401, {"error": f"{said}: {given}" if self.hub.echoes_token else said}, {"X-Error-Message": said}
+        if self.hub.echoes_token:
+            return 401, {"error": f"{said}: {given}"}, {}
+        return 401, {"error": said}, {"X-Error-Message": said}
 
     def _route(self, path: str) -> Answer:
         for method, pattern, handle in ROUTES:

@@ -188,6 +188,13 @@ def test_a_page_that_the_cache_lost_fails_for_whoever_the_cache_gives_it_to() ->
     assert tags.cache_mismatches(ints(3, 4)).tolist() == [False, True]
 
 
+def test_a_page_that_a_row_names_twice_is_disputed() -> None:
+    tags = tags_with({0: [4, 3]})
+    point(tags, 0, 0, [3])
+    tags.give_to_cache(0, 0, 2)
+    assert int(tags.cached_P[3]) == DISPUTED
+
+
 def test_an_eviction_ends_the_cache_s_claim() -> None:
     tags = tags_with({0: [3]})
     tags.give_to_cache(0, 0, 1)

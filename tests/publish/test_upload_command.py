@@ -1,6 +1,8 @@
 """`kvq upload` and `kvq download` as a person meets them: what is refused and said, and that the token never is."""
 
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.checkpoint.hub import redact
+from kvq.checkpoint.hub import be_patient, redact
 from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME
 from kvq.publish.bundle import CARD, DISTANCE, LOADABLE
 from tests.checkpoints import edit_tensor
@@ -63,6 +65,9 @@ def spoil(folder: Path, fault: str) -> str:
     if fault == "no card":
         (folder / CARD).unlink()
         return "there is no README.md"
+    if fault == "broken manifest":
+        (folder / MANIFEST_NAME).write_text("{")
+        return "kvq verify finds kvq-manifest.json: not valid JSON"
     if fault == "no manifest":
         (folder / MANIFEST_NAME).unlink()
         return "there is no kvq-manifest.json"
@@ -78,6 +83,7 @@ FAULTS = (
     "missed gate",
     "no card",
     "no manifest",
+    "broken manifest",
     "changed weights",
 )
 
@@ -167,6 +173,21 @@ def test_redaction(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact("x") == "x"
 
 
+def test_the_clients_log_is_redacted(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the client logs, such as a server's warning that repeats a header."""
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    shown = io.StringIO()
+    logger = logging.getLogger("huggingface_hub")
+    handler = logging.StreamHandler(shown)
+    logger.addHandler(handler)
+    try:
+        be_patient()
+        logging.getLogger("huggingface_hub.utils._http").error("the server says %s", f"Bearer {CANARY}")
+    finally:
+        logger.removeHandler(handler)
+    assert shown.getvalue() == "the server says Bearer <token>\n"
+
+
 def test_killed_and_started_again(hub: Hub, folder: Path, kvq_main: Kvq, tmp_path: Path) -> None:
     """kill -9 while content is being sent: nothing there can be loaded, and the next run sends only the rest."""
     hub.faults, hub.silence_seconds = Faults(first={"/content/": "timeout"}), 3
@@ -184,7 +205,7 @@ def test_killed_and_started_again(hub: Hub, folder: Path, kvq_main: Kvq, tmp_pat
 
 def test_two_signals(folder: Path, tmp_path: Path) -> None:
     """The first waits for the files on their way, which a silent server never takes; the second ends at once."""
-    with serve(Hub(faults=Faults(first={"/content/": "timeout"}), silence_seconds=60)) as hub:
+    with serve(Hub(faults=Faults(first={"/content/": "timeout"}), silence_seconds=40)) as hub:
         with start_apart(hub, folder, tmp_path) as process:
             assert process.stderr is not None
             while " sent: " not in process.stderr.readline():

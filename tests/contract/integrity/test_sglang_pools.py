@@ -122,6 +122,7 @@ def test_a_page_freed_in_use_ends_its_request_only(kind: str, page_size: int, ra
     assert f"page {page} " in reqs[1].finished_reason.message
     assert [rig.streamed(req) for req in (reqs[0], reqs[2])] == [[7] * 6] * 2
     assert rig.streamed(newcomer) == [7] * 3 and rig.guard.counters.violations == 1
+    assert rig.guard.counters.double_frees == 0  # it gave back what was its own
     rig.accounts()
 
 
@@ -133,6 +134,7 @@ def test_an_overwritten_entry_ends_its_request_and_frees_the_right_page(kind: st
     go_on(rig, reqs, now)
     assert_ended(reqs[0], rig, tokens=2)
     assert [rig.streamed(req) for req in reqs[1:]] == [[7] * 6] * 2
+    assert rig.guard.counters.double_frees == 0
     rig.accounts()
 
 
