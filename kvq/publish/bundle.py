@@ -7,11 +7,12 @@ from pathlib import Path
 
 from kvq.checkpoint.arrival import git_blob_sha1, read_chunks
 from kvq.checkpoint.hashing import sha256_file
-from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, load_json
-from kvq.errors import CheckpointError, OutputError
+from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME
+from kvq.errors import CheckpointError, OutputError, VerificationError
 from kvq.verify.checks import verify_checkpoint
 from kvq.verify.report import VerifyReport
-from kvq.verify.report_files import REPORTS
+from kvq.verify.report_file import find_report
+from kvq.verify.report_files import REPORTS, report_folder
 from kvq.verify.structure import load_manifest
 
 CARD = "README.md"
@@ -74,16 +75,14 @@ def find_faults(folder: Path, report: VerifyReport) -> list[str]:
 
 
 def _report_faults(folder: Path) -> list[str]:
-    path = folder / DISTANCE
-    if not path.is_file():
-        return [f"there is no {DISTANCE} (`kvq evaluate` writes it)"]
     try:
-        report = load_json(path)
-    except CheckpointError as error:
-        return [str(error).replace(f"{folder}/", "")]
-    if report.get("schema") != DISTANCE_SCHEMA:
-        return [f"{DISTANCE} has schema {report.get('schema')!r}, not {DISTANCE_SCHEMA}"]
-    gates = report.get("gates") or []
+        report = find_report(report_folder(folder), Path(DISTANCE).stem, DISTANCE_SCHEMA)
+        if report is None:
+            return [f"there is no {DISTANCE} (`kvq evaluate` writes it)"]
+        report.expect_weights_of(folder)
+    except (CheckpointError, VerificationError) as error:
+        return [str(error).replace(f"{folder}/", "").rstrip(".")]
+    gates = report.value.get("gates") or []
     missed = [str(gate.get("name")) for gate in gates if isinstance(gate, dict) and gate.get("passed") is not True]
     return [f"{DISTANCE} says that gates are missed: {', '.join(missed)}"] if missed else []
 

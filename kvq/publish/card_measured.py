@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.verify.report_file import ReportFile, find_report, find_tasks
-from kvq.verify.report_files import REPORTS, checkpoint_identity, report_folder
+from kvq.verify.report_files import REPORTS, report_folder
 
 DISTANCE, KV, COVERAGE = "kvq.distance/1", "kvq.kv/1", "kvq.coverage/1"
 TASKS, TOOL_CALLS = "kvq.tasks/1", "kvq.toolcalls/1"
@@ -18,7 +18,7 @@ def distance_section(folder: Path) -> dict[str, Any] | None:
     report = find_report(report_folder(folder), "distance", DISTANCE)
     if report is None:
         return None
-    _expect_same(report, folder)
+    report.expect_weights_of(folder)
     figures = report.at("figures")
     data = [(row.text("name"), row.text("sha256"), row.count("num_documents")) for row in report.rows("data")]
     return {
@@ -69,7 +69,7 @@ def task_section(folder: Path) -> list[dict[str, Any]]:
     """A row for each task of all `tasks-*.json`, by name."""
     rows = []
     for report in find_tasks(report_folder(folder), TASKS):
-        _expect_same(report, folder)
+        report.expect_weights_of(folder)
         rows += [_task_row(name, task) for name, task in report.items("tasks")]
     return sorted(rows, key=lambda row: str(row["name"]))
 
@@ -100,18 +100,12 @@ def interval_text(share: ReportFile) -> str:
     return f"{share.count('correct')}/{share.count('total')} ({low:.1f} to {high:.1f} %)"
 
 
-def _expect_same(report: ReportFile, folder: Path) -> None:
-    """A report names the weights that it was measured on."""
-    if report.at("checkpoint_sha256").value != checkpoint_identity(folder):
-        raise report.error("it was measured on other weights than those that lie here")
-
-
 def tool_call_section(folder: Path) -> list[dict[str, Any]]:
     """A row for each way of asking."""
     report = find_report(report_folder(folder), "toolcalls", TOOL_CALLS)
     if report is None:
         return []
-    _expect_same(report, folder)
+    report.expect_weights_of(folder)
     return [_tool_row(way, row) for way, row in report.items("ways")]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvq.checkpoint.index import load_json
 from kvq.errors import VerificationError
+from kvq.verify.report_files import checkpoint_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,12 @@ class ReportFile:
         found = self.text("schema")
         if found != schema:
             raise self.error(f"its schema is {found[:40]!r}, this kvq reads {schema!r}")
+        return self
+
+    def expect_weights_of(self, checkpoint: Path) -> "ReportFile":
+        """This report, which must have been measured on the weights that lie there."""
+        if self.at("checkpoint_sha256").value != checkpoint_identity(checkpoint):
+            raise self.error("it was measured on other weights than those that lie here")
         return self
 
     def error(self, what: str) -> VerificationError:

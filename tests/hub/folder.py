@@ -1,15 +1,19 @@
 """An output folder that may be sent: with its report and its card."""
 
-import json
 from pathlib import Path
+from typing import Any
 
-from kvq.publish.bundle import CARD, DISTANCE
+from kvq.publish.bundle import CARD, DISTANCE_SCHEMA
+from kvq.verify.report_files import report_folder, write_report
 
 CARD_TEXT = "---\nlicense: mit\n---\n# A model\n"
 
 
+def write_distance(folder: Path, **body: Any) -> None:
+    write_report(report_folder(folder), "distance", DISTANCE_SCHEMA, folder, {"mean_kl": 0.1, **body})
+
+
 def add_report_and_card(folder: Path) -> Path:
-    (folder / DISTANCE).parent.mkdir()
-    (folder / DISTANCE).write_text(json.dumps({"schema": "kvq.distance/1", "mean_kl": 0.1}))
+    write_distance(folder)
     (folder / CARD).write_text(CARD_TEXT)
     return folder

@@ -18,6 +18,7 @@ from kvq.publish.bundle import CARD, DISTANCE, LOADABLE
 from tests.checkpoints import edit_tensor
 from tests.conftest import Kvq
 from tests.hub.faults import Faults
+from tests.hub.folder import write_distance
 from tests.hub.server import Hub, serve
 from tests.hub.store import Tree
 from tests.runs import SETTINGS, Shared, all_bytes, fresh_environment
@@ -50,13 +51,16 @@ def spoil(folder: Path, fault: str) -> str:
         return "there is no kvq-reports/distance.json"
     if fault == "report of another kind":
         (folder / DISTANCE).write_text('{"schema": "kvq.kv/1"}')
-        return "kvq-reports/distance.json has schema 'kvq.kv/1'"
+        return "kvq-reports/distance.json: its schema is 'kvq.kv/1'"
+    if fault == "report of other weights":
+        (folder / DISTANCE).write_text('{"schema": "kvq.distance/1", "checkpoint_sha256": "0"}')
+        return "kvq-reports/distance.json: it was measured on other weights"
     if fault == "report that is no JSON":
         (folder / DISTANCE).write_text("{")
         return "kvq-reports/distance.json: not valid JSON"
     if fault == "missed gate":
         gates = [{"name": "max_mean_kl", "passed": False}, {"name": "min_same_top", "passed": True}]
-        (folder / DISTANCE).write_text(json.dumps({"schema": "kvq.distance/1", "gates": gates}))
+        write_distance(folder, gates=gates)
         return "kvq-reports/distance.json says that gates are missed: max_mean_kl"
     if fault == "no card":
         (folder / CARD).unlink()
@@ -74,6 +78,7 @@ def spoil(folder: Path, fault: str) -> str:
 FAULTS = (
     "no report",
     "report of another kind",
+    "report of other weights",
     "report that is no JSON",
     "missed gate",
     "no card",

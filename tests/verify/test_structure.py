@@ -274,6 +274,16 @@ def test_the_config_must_describe_what_is_stored(damaged: Path, verify: Verify, 
     assert any(says in problem for found in problems.values() for problem in found), problems
 
 
+def test_a_bf16_rest_must_be_ignored_too(shared: Shared, tmp_path: Path, verify: Verify) -> None:
+    """SGLang refuses a linear module that no group targets and no entry ignores."""
+    folder = shared.copy(shared.output("kimi-k2", "rest=bf16"), tmp_path / "copy")
+    assert verify(folder).passed
+    edit_config(folder, lambda config: config["quantization_config"].update(ignore=["lm_head"]))
+    rehash(folder)
+    says = "model.layers.0.self_attn.o_proj is not quantized, but the config does not ignore it"
+    assert says in failed(verify(folder))["config"]
+
+
 def test_a_config_without_a_quantization_config(damaged: Path, verify: Verify) -> None:
     edit_config(damaged, lambda config: config.pop("quantization_config"))
     rehash(damaged)
