@@ -58,12 +58,12 @@ def _show_figures(figures: Mapping[str, Any]) -> None:
 def _estimate(row: Mapping[str, Any]) -> str:
     """The error between brackets takes documents, not positions, as independent."""
     by_document = "" if row["document_error"] is None else f" ({row['document_error']:.6f})"
-    return f"{_short(row)}{by_document}"
+    return f"{_plain(row, 6)}{by_document}"
 
 
-def _short(row: Mapping[str, Any]) -> str:
-    value = f"{row['value']:.6f}"
-    return value if row["error"] is None else f"{value} {PLUS_MINUS} {row['error']:.6f}"
+def _plain(row: Mapping[str, Any], digits: int) -> str:
+    value = f"{row['value']:.{digits}f}"
+    return value if row["error"] is None else f"{value} {PLUS_MINUS} {row['error']:.{digits}f}"
 
 
 def _percentiles(rows: Mapping[str, Any]) -> str:
@@ -78,11 +78,11 @@ def _domain_rows(distance: Mapping[str, Any]) -> list[tuple[str, Mapping[str, An
 def _show_rows(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     if not rows:
         return
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
-    for column in ("", "positions", "Mean KLD", "Same top p", "RMS delta p"):
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("", "count", "Mean KLD", "Same top p", "RMS delta p"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for name, row in rows:
-        cells = [_short(row[key]) if row[key] else "-" for key in ("mean_kld", "same_top_p", "rms_delta_p")]
+        cells = [_plain(row[key], 5) if row[key] else "-" for key in ("mean_kld", "same_top_p", "rms_delta_p")]
         table.add_row(name, str(row["num_positions"]), *cells)
     OUT.print(table)
 
