@@ -219,7 +219,7 @@ def test_the_folder_gets_its_name_last(
     monkeypatch.setattr(Path, "rename", watched)
     kvq_main("quantize", shared.source("kimi-k2.5"), "--out", tmp_path / "out")
     assert seen[-1] == all_bytes(tmp_path / "out").keys()
-    assert MANIFEST_NAME in seen[0]
+    assert MANIFEST_NAME in seen[-1]
 
 
 def test_an_empty_folder_may_be_given(shared: Shared, kvq_main: Kvq, tmp_path: Path) -> None:

@@ -102,12 +102,12 @@ def dying(real: Callable[..., None], number: int) -> Callable[..., None]:
     """A function that dies at its n-th call, before it does anything."""
     calls = 0
 
-    def replacement(*arguments: object) -> None:
+    def replacement(*arguments: object, **named: object) -> None:
         nonlocal calls
         calls += 1
         if calls > number:
             raise Cut
-        real(*arguments)
+        real(*arguments, **named)
 
     return replacement
 
