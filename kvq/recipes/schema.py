@@ -191,6 +191,8 @@ class _PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.constructor.ConstructorError(None, None, "found a merged mapping", node.start_mark)
         names = [key.value for key, _ in node.value]
         twice = [name for name, count in Counter(map(str, names)).items() if count > 1]
         if twice:

@@ -105,14 +105,17 @@ def test_counts_are_whole_numbers(key: str, value: Any) -> None:
     "change",
     [
         {"first_k_dense_replace": 3},
-        {"n_routed_experts": 0},
-        {"hidden_size": 0},
         {"moe_layer_freq": 2},
         {"moe_layer_freq": [0, 1, 1]},
     ],
 )
 def test_senseless_layouts_are_refused(change: dict[str, Any]) -> None:
     assert "kvq expects routed experts in every layer after the first dense ones" in refused(tiny_config(**change))
+
+
+@pytest.mark.parametrize("key", ["n_routed_experts", "hidden_size", "num_attention_heads", "kv_lora_rank"])
+def test_counts_of_nothing_are_refused(key: str) -> None:
+    assert f"{key} is 0, which no model has" in refused(tiny_config(**{key: 0}))
 
 
 @pytest.mark.parametrize("value", [0, None])
