@@ -138,7 +138,7 @@ def _edges() -> Tensor:
 def round_to_fp8(x: Tensor, scale: float) -> Tensor:
     """What is read back of `x` from an e4m3 cache at a scale, values beyond 448 * scale clamped; in x's dtype.
 
-    Clamped, as torch 2.13 casts and as quantizing kernels do; older casts make NaN of what is beyond 464.
+    Values beyond the range are clamped, as torch 2.13 casts them on a CPU; engines with other casts may make NaN of them.
     """
     stored = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return (stored.float() * scale).to(x.dtype)
