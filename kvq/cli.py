@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kvq import __version__
+from kvq.commands.calibrate_kv import calibrate_kv
 from kvq.commands.evaluate import evaluate
 from kvq.commands.inspect import inspect
 from kvq.commands.models import models
@@ -19,7 +20,7 @@ OUT_OF_MEMORY = 9
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
-for command in (quantize, models, verify, evaluate, plan, inspect):
+for command in (quantize, models, verify, evaluate, calibrate_kv, plan, inspect):
     app.command()(command)
 
 

@@ -11,7 +11,7 @@ import kvq
 PACKAGE = Path(kvq.__file__).parent
 ORDER = (
     "errors", "stop", "checkpoint", "recipes", "calibration", "quantize", "verify", "publish", "pipeline", "console",
-    "commands", "cli", "__main__",
+    "commands", "cli", "__main__", "kv_plugin",
 )  # fmt: skip
 TRANSFORMERS = ("calibration/transformers_door.py", "calibration/tiktoken_door.py")
 DOORS = {
@@ -26,7 +26,7 @@ DOORS = {
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
     "jinja2": ("calibration/dataset.py",),
-    "rich": ("console/screen.py", "console/run.py", "console/plan.py"),
+    "rich": ("console/kv.py", "console/screen.py", "console/run.py", "console/plan.py"),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
 }
 

@@ -1,0 +1,181 @@
+"""Calibrate, compare, choose and write: the stages of `kvq calibrate-kv`, and what `kvq quantize` shares with them.
+
+    serving/kv_cache_scales.json    every scale
+    kvq-reports/kv.json             statistics, errors, decision, what engines do
+    model-kv-scales.safetensors     and a kv_cache_scheme in config.json: only where the target uses them, see kv_delivery
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq import __version__
+from kvq.calibration.dataset import TokenSet, load_documents, load_packed
+from kvq.calibration.forward import ModelRunner, check_complete
+from kvq.calibration.kv_calibrate import gather_statistics
+from kvq.calibration.kv_stats import KvStatistics
+from kvq.checkpoint.architecture import ModelFacts
+from kvq.checkpoint.formats import find_quantization_config
+from kvq.checkpoint.index import MANIFEST_NAME, load_json
+from kvq.checkpoint.reader import CheckpointReader
+from kvq.checkpoint.source import Source
+from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json
+from kvq.errors import OutputError
+from kvq.publish.kv_delivery import KV_CACHE_SCHEME, Target, checkpoint_names
+from kvq.publish.kv_scales import SCALES_FILE, ChosenScales, choose_scales, kv_report, scale_sets, scales_file
+from kvq.publish.manifest import manifest_text
+from kvq.verify.kv_choice import ONE, KvComparison, compare_scales
+
+REPORT_FILE = "kvq-reports/kv.json"
+SCALES_SHARD = "model-kv-scales.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class KvRequest:
+    """What `kvq calibrate-kv` was asked."""
+
+    source: Source
+    out: Path
+    target: Target
+    calibration: Path | None
+    held_out: Path | None
+    num_samples: int
+    max_seq_length: int
+    max_rows: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class KvResult:
+    """The report, and the files that were written below the output folder."""
+
+    report: dict[str, Any]
+    files: list[str]
+
+
+def calibrate_kv_scales(request: KvRequest, device: torch.device, stage: Callable[[str], None]) -> KvResult:
+    """Raises CheckpointError, CalibrationError or OutputError; nothing is written before all is measured."""
+    reader = CheckpointReader(request.source.folder)
+    runner = ModelRunner(reader, device)
+    facts = runner.facts
+    check_complete(reader, facts)
+    copies = bool(_deliverable(reader, facts, request.target))
+    if copies:
+        check_output(request.out, bytes_of(reader.folder / shard for shard in reader.index.shards))
+    vocab_size = int(facts.text_config["vocab_size"])
+    tokens = load_packed(reader.folder, vocab_size, request.calibration, request.num_samples, request.max_seq_length)
+    statistics = gather_statistics(runner, tokens.tokens_NS, lambda text: stage(f"calibrating, {text}"))
+    comparison: KvComparison | None = None
+    if request.held_out is not None:
+        documents = load_documents(reader.folder, vocab_size, request.held_out, request.max_rows, request.max_seq_length)
+        comparison = compare_scales(
+            runner, documents, scale_sets(statistics), lambda text: stage(f"comparing on held-out tokens, {text}")
+        )
+    choice = choose_scales(statistics, comparison)
+    report = kv_report(facts, statistics, choice, comparison, request.target)
+    if copies and choice.chosen != ONE:
+        stage("writing the checkpoint with scales")
+        copy_with_scales(reader, facts, choice, request)
+    files = write_kv_files(request.out, facts, choice, tokens, report)
+    return KvResult(report, files + ([SCALES_SHARD] if copies and choice.chosen != ONE else []))
+
+
+def write_kv_files(
+    folder: Path, facts: ModelFacts, choice: ChosenScales, tokens: TokenSet, report: Mapping[str, Any]
+) -> list[str]:
+    """The two side files. What else `kv.json` holds (simulations of `kvq evaluate`) stays."""
+    path = folder / REPORT_FILE
+    before = load_json(path) if path.exists() else {}
+    head = {"schema": "kvq.kv/1", "kvq_version": __version__}
+    _write(folder / SCALES_FILE, scales_file(facts, choice, tokens))
+    _write(path, {**head, **{k: v for k, v in before.items() if k not in (*head, *report)}, **report})
+    return [SCALES_FILE, REPORT_FILE]
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}). Choose another --out.") from None
+
+
+def scale_tensors(facts: ModelFacts, choice: ChosenScales, target: Target) -> dict[str, Tensor]:
+    """Tensors for the checkpoint, float32 of one value: those that the target uses, none when 1.0 was chosen."""
+    if choice.chosen == ONE:
+        return {}
+    names = checkpoint_names(target, facts.arch.attention)
+    return {
+        facts.layer_prefix(layer) + names[scale_name]: torch.tensor([scale], dtype=torch.float32)
+        for layer, row in choice.scales.items()
+        if layer < facts.num_layers  # what engines do with a draft layer's scales is not known
+        for scale_name, scale in row.items()
+        if scale_name in names
+    }
+
+
+def manifest_rows(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """What the manifest says of them."""
+    return {
+        name: {"dtype": "F32", "shape": list(tensor.shape), "action": "kv_scale", "class": "KV scales",
+               "shard": SCALES_SHARD, "sources": [name]}
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+
+
+def with_scheme(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    return {**quantization, "kv_cache_scheme": dict(KV_CACHE_SCHEME)}
+
+
+def _deliverable(reader: CheckpointReader, facts: ModelFacts, target: Target) -> Mapping[str, str]:
+    """Names for the checkpoint's scales; empty where its config cannot announce them."""
+    described = find_quantization_config(reader.config) or {}
+    if described.get("quant_method") != "compressed-tensors":
+        return {}
+    return checkpoint_names(target, facts.arch.attention)
+
+
+def copy_with_scales(reader: CheckpointReader, facts: ModelFacts, choice: ChosenScales, request: KvRequest) -> None:
+    """The same checkpoint, byte for byte, with the scales and the scheme that announces them."""
+    tensors = scale_tensors(facts, choice, request.target)
+    with CheckpointWriter(request.out) as writer:
+        for shard in reader.index.shards:
+            writer.copy_file(reader.folder, Path(shard))
+        writer.weight_map = {name: info.shard for name, info in reader.index.tensors.items()}
+        writer.total_size = reader.index.total_bytes
+        writer.add_shard(SCALES_SHARD, tensors)
+        for path in reader.side_files():
+            if path.name not in ("config.json", MANIFEST_NAME) and path.parts[0] not in ("serving", "kvq-reports"):
+                writer.copy_file(reader.folder, path)
+        writer.add_text("config.json", dump_json(_scheme_into(reader.config, facts)))
+        writer.add_index()
+        manifest_path = reader.folder / MANIFEST_NAME
+        if manifest_path.exists():
+            manifest = load_json(manifest_path)
+            manifest["tensors"] |= manifest_rows(tensors)
+            manifest["files"] = dict(sorted(writer.sha256.items()))
+            writer.add_text(MANIFEST_NAME, manifest_text(manifest))
+        writer.publish()
+
+
+def _scheme_into(config: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
+    """The config with a kv_cache_scheme where its quantization_config is."""
+    result = dict(config)
+    key = facts.arch.text_config
+    if "quantization_config" in result:
+        result["quantization_config"] = with_scheme(result["quantization_config"])
+    elif key is not None:
+        result[key] = {**result[key], "quantization_config": with_scheme(result[key]["quantization_config"])}
+    return result
+
+
+def quantize_stage(facts: ModelFacts, statistics: KvStatistics) -> ChosenScales:
+    """The choice of a `kvq quantize` run, which has no held-out data."""
+    return choose_scales(statistics, None)
