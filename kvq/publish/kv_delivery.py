@@ -82,7 +82,7 @@ _SGLANG_MLA = Delivery(
     divides_on_write="MLATokenToKVPool never; TritonAttnBackend before it",
     multiplies_on_read="triton, flashmla and trtllm_mla do; fa3 and flashinfer do not",
     loads={
-        r"self_attn\.attn_mqa\.([kv])_scale": r"self_attn.attn_mqa.\1_scale",
+        r"self_attn\.attn_(mqa|mha)\.([kv])_scale": r"self_attn.attn_\1.\2_scale",
         r"self_attn\.([kv])_proj\.\1_scale": r"self_attn.attn_mqa.\1_scale",
     },
     parameters_when=("fp8", "kv_cache_scheme"),
