@@ -1,8 +1,8 @@
 """FP8 KV cache in a real SGLang: unquantized, at scale 1.0, and with calibrated scales through kvq's plugin.
 
-The test checkpoint is made from a trained one so that scale 1.0 must saturate, and so that its function stays what it was:
-GQA keys are enlarged in k_norm and made up for in q_norm, values in v_proj and o_proj; MLA's latent in kv_a_layernorm and
-kv_b_proj. All factors are powers of two, so BF16 and FP8 values keep their digits and only exponents move.
+The test checkpoint is made from a trained one so that scale 1.0 must saturate, and so that its function stays what it
+was: GQA keys are enlarged in k_norm and made up for in q_norm, values in v_proj and o_proj; MLA's latent in
+kv_a_layernorm and kv_b_proj. All factors are powers of two, so values keep their digits and only exponents move.
 
 On any machine, with kvq's environment (a minute on a CPU; WORK then holds all that the GPU machine needs):
 
@@ -12,8 +12,8 @@ On the GPU machine, with SGLang's environment (kvq itself need not be installed 
 
     python benchmarks/kv_scales_sglang.py measure WORK [--engine JSON]
 
-Perplexity is of prompts that are prefilled in pieces of 32 tokens: all but the first piece attend to keys and values read
-back from the cache. It counts the tokens after the first piece.
+Perplexity is of prompts that are prefilled in pieces of 32 tokens: all but the first piece attend to keys and values
+read back from the cache. It counts the tokens after the first piece.
 """
 
 import argparse
@@ -47,8 +47,8 @@ def enlarged(name: str, tensor: Any, attention: str) -> Any:
     import torch
 
     rules = {
-        "gqa": {"k_norm.weight": FACTOR, "q_norm.weight": 1 / FACTOR, "v_proj.weight_scale": FACTOR, "v_proj.bias": FACTOR,
-                "o_proj.weight_scale": 1 / FACTOR},
+        "gqa": {"k_norm.weight": FACTOR, "q_norm.weight": 1 / FACTOR, "v_proj.weight_scale": FACTOR,
+                "v_proj.bias": FACTOR, "o_proj.weight_scale": 1 / FACTOR},
         "mla": {"kv_a_layernorm.weight": FACTOR, "kv_b_proj.weight_scale_inv": 1 / FACTOR,
                 "kv_b_proj.weight_scale": 1 / FACTOR},
     }[attention]  # fmt: skip
@@ -65,14 +65,14 @@ def make_enlarged(source: Path, out: Path) -> str:
     shutil.copytree(source, out)
     for shard in sorted(source.glob("*.safetensors")):
         with safe_open(shard, framework="pt") as file:
-            tensors = {name: enlarged(name, file.get_tensor(name), attention) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: enlarged(name, file.get_tensor(name), attention) for name in file.keys()}
         (out / shard.name).unlink()
         save_file(tensors, out / shard.name, metadata={"format": "pt"})
     return attention
 
 
 def with_checkpoint_scales(enlarged_folder: Path, scales: Path, out: Path) -> None:
-    """The checkpoint with the scales inside, under names that SGLang's MLA loader takes: what is served without plugin."""
+    """The checkpoint with the scales inside, under names that SGLang's MLA loader takes; to be served as it is."""
     import torch
     from safetensors.torch import save_file
 
@@ -106,7 +106,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def plugin_path(work: Path) -> Path:
-    """A folder with this repository's entry points as an installed package would have them, for machines without kvq."""
+    """A folder with this repository's entry points as an installed package has them, for machines without kvq."""
     entry_points = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
     folder = work / "entry-points"
     information = folder / "kvq-0.dist-info"
@@ -150,7 +150,12 @@ def measure(arguments: argparse.Namespace) -> None:
             environment.pop("KVQ_KV_SCALES", None)
             if "scales" in arm:
                 environment["KVQ_KV_SCALES"] = str(arm["scales"])
-            extra = {**ENGINE, **json.loads(arguments.engine), "kv_cache_dtype": arm["dtype"], "port": 31000 + 200 * number}
+            extra = {
+                **ENGINE,
+                **json.loads(arguments.engine),
+                "kv_cache_dtype": arm["dtype"],
+                "port": 31000 + 200 * number,
+            }
             command = [sys.executable, __file__, "serve", str(arm["model"]), str(arguments.work / "texts.json"),
                        json.dumps(extra)]  # fmt: skip
             log = (arguments.work / f"log-{arm['model'].name}-{len(waiting)}.txt").open("w+")
@@ -158,14 +163,14 @@ def measure(arguments: argparse.Namespace) -> None:
         for item in [item for item in running if item[1].poll() is not None]:
             running.remove(item)
             results.append(_result(*item))
-            print(json.dumps(results[-1]), flush=True)
+            say(json.dumps(results[-1]))
         if time.monotonic() - started > arguments.limit:
             for _, process, _ in running:
                 process.kill()
             sys.exit(f"stopped after {arguments.limit} s")
         time.sleep(1)
     for row in sorted(results, key=lambda row: (row["model"], row["kv_cache"])):
-        print(f"{row['model']:40} {row['kv_cache']:42} {row.get('perplexity', 'failed')}")
+        say(f"{row['model']:40} {row['kv_cache']:42} {row.get('perplexity', 'failed')}")
 
 
 def _result(arm: dict[str, Any], process: subprocess.Popen[bytes], log: Any) -> dict[str, Any]:
@@ -185,18 +190,20 @@ def serve(arguments: argparse.Namespace) -> None:
 
     engine = sglang.Engine(model_path=arguments.model, **json.loads(arguments.engine))
     texts = json.loads(Path(arguments.texts).read_text())
-    outs = engine.generate(
-        texts, {"temperature": 0, "max_new_tokens": 8}, return_logprob=True, logprob_start_len=0
-    )
+    outs = engine.generate(texts, {"temperature": 0, "max_new_tokens": 8}, return_logprob=True, logprob_start_len=0)
     kept = [[entry[0] for entry in out["meta_info"]["input_token_logprobs"]][PIECE:] for out in outs]
     values = [value for row in kept for value in row]
     bad = sum(value is None or not math.isfinite(value) for value in values)
     good = [value for value in values if value is not None and math.isfinite(value)]
     perplexity = math.exp(min(700.0, -sum(good) / len(good))) if good else math.inf
-    print("RESULT " + json.dumps({
-        "perplexity": round(perplexity, 4), "tokens": len(values), "not_finite": bad, "first_answer": outs[0]["text"][:60],
-    }), flush=True)  # fmt: skip
+    found = {"perplexity": round(perplexity, 4), "tokens": len(values), "not_finite": bad}
+    say("RESULT " + json.dumps({**found, "first_answer": outs[0]["text"][:60]}))
     engine.shutdown()
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:

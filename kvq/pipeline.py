@@ -20,6 +20,8 @@ from kvq.calibration.activations import ActivationStore
 from kvq.calibration.dataset import TokenSet, load_packed, read_rows
 from kvq.calibration.experts import RoutingRecorder, sort_by_expert
 from kvq.calibration.forward import ModelRunner, check_complete, pick_device
+from kvq.calibration.kv_calibrate import watch_layer
+from kvq.calibration.kv_stats import KvStatistics
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.index import MANIFEST_NAME
 from kvq.checkpoint.journal import Journal, Step, can_continue
@@ -27,6 +29,7 @@ from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
 from kvq.errors import CalibrationError, CheckpointError, OutputError, QuantizationError, StoppedError
+from kvq.publish.kv_run import KvStage, kv_stage
 from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, package_versions
 from kvq.quantize.experts import Capture, LayerSolver, SolvedLayer
 from kvq.quantize.types import FALLBACKS, ModuleResult
@@ -176,6 +179,7 @@ class Run:
     results: list[ModuleResult] = field(default_factory=list)
     tokens: TokenSet | None = None
     stop: StopRequest | None = None
+    kv: KvStatistics | None = None
 
     @property
     def plan(self) -> QuantPlan:
@@ -201,6 +205,10 @@ class Run:
         total = facts.num_layers + facts.num_mtp_layers
         self.results = [ModuleResult(**row) for step in journal.steps for row in step.results]
         store = None if self.tokens is None else runner.embed(self.tokens.tokens_NS)
+        if store is not None and self.plan.recipe.kv_scales == "calibrate":
+            self.kv = KvStatistics(facts.arch.attention)
+            for step in journal.steps:
+                self.kv.load(step.kv)
         if store is not None and journal.steps and journal.steps[-1].state is not None:
             store.restore(journal.load_state())
         if not journal.steps:
@@ -238,6 +246,7 @@ class Run:
             tensors={tensor.name: tensor.nbytes for tensor in tensors},
             results=[asdict(result) for result in solved.results],
             state=None if store is None else f"state-{number:05d}.safetensors",
+            kv={} if self.kv is None else self.kv.as_dict([number - 1]),
         )
         journal.finish_step(step, None if store is None else store.state())
 
@@ -271,6 +280,8 @@ class Run:
     def _forward(self, runner: ModelRunner, layer: int, store: ActivationStore) -> Capture | None:
         recorder = RoutingRecorder()
         module: nn.Module = runner.build_layer(layer, recorder)
+        if self.kv is not None:
+            watch_layer(runner, module, layer, self.kv.observe)
         runner.run(module, layer, store)
         if layer not in self.plan.facts.moe_layers:
             return None
@@ -313,15 +324,20 @@ class Run:
         reader, plan = self.prepared.reader, self.plan
         for path in self.prepared.side_files:
             self.writer.copy_file(reader.folder, path, RENAMED_SIDE_FILES.get(str(path)))
+        kv = KvStage() if self.kv is None else kv_stage(plan.facts, self.kv, self.tokens, self.prepared.target)
+        kv.add_tensors(self.writer)
         if plan.quantization_config is None:
             self.writer.copy_file(reader.folder, Path("config.json"))
         else:
-            config = output_config(reader.config, plan.quantization_config, plan.facts.arch.text_config)
+            quantization = kv.announced(plan.quantization_config)
+            config = output_config(reader.config, quantization, plan.facts.arch.text_config)
             self.writer.add_text("config.json", dump_json(config))
         self.writer.add_index()
         record = RunRecord(self.prepared.source, self.prepared.target, str(self.prepared.device.type), self.tokens)
         manifest = build_manifest(plan, record, self.results, self.writer.sha256)
+        manifest["tensors"] |= kv.manifest_rows()
         self.writer.add_text(MANIFEST_NAME, manifest_text(manifest))
+        kv.write_files(self.writer.partial)
         self.writer.publish()
         return manifest
 

@@ -3,13 +3,14 @@
 Streamed: the true maximum over all tokens (no moving average), a count of every value in fixed bins, nothing else.
 Everything merges exactly, in any order: maxima by max, counts by addition.
 
-The bins are those of a float32's own exponent and its first five fraction bits: 32 equal parts of every power of two, so
-a bin's edge is at most 1/32 above any value in it, the same on every device, and 448 is an edge.
+The bins are those of a float32's own exponent and its first five fraction bits: 32 equal parts of every power of two.
+A bin's upper edge is at most 1/32 above any value in it, bins are the same on every device, and 448 is an edge.
 
 Shape suffixes: B = sequences, N = heads (1 where all heads share one latent), S = tokens, D = width, K = bins,
 C = candidate scales, P = points inside the bins.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,9 +102,10 @@ class TensorStats:
         """The candidate with the least squared error: eight an octave, from amax / 448 / 16 to twice amax / 448."""
         base = self.amax / FP8_MAX
         steps = range(-SHRINK_OCTAVES * STEPS_PER_OCTAVE, GROW_OCTAVES * STEPS_PER_OCTAVE + 1)
-        candidates = [base * 2.0 ** (step / STEPS_PER_OCTAVE) for step in steps]
+        candidates = [base * math.exp2(step / STEPS_PER_OCTAVE) for step in steps]
         points_P, weight_P = self._points()
-        return min(candidates, key=lambda scale: float(_squared_error(points_P, weight_P, scale)))
+        errors = [float(_squared_error(points_P, weight_P, scale)) for scale in candidates]
+        return candidates[errors.index(min(errors))]
 
     def _points(self) -> tuple[Tensor, Tensor]:
         """Magnitudes inside the bins that hold something, and how many values each stands for."""
@@ -138,7 +140,7 @@ def _edges() -> Tensor:
 def round_to_fp8(x: Tensor, scale: float) -> Tensor:
     """What is read back of `x` from an e4m3 cache at a scale, values beyond 448 * scale clamped; in x's dtype.
 
-    Values beyond the range are clamped, as torch 2.13 casts them on a CPU; engines with other casts may make NaN of them.
+    Values beyond the range are clamped, as torch 2.13 casts them on a CPU; other casts may make NaN of them.
     """
     stored = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return (stored.float() * scale).to(x.dtype)
@@ -206,16 +208,15 @@ class KvStatistics:
         }[variant]()
         return max(float(torch.tensor(exact, dtype=torch.float32)), float(torch.finfo(torch.float32).tiny))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, layers: Iterable[int]) -> dict[str, Any]:
+        """JSON-able and exact, of the given layers as far as they saw data."""
         return {
-            str(layer): {name: stats.as_dict() for name, stats in tensors.items()}
-            for layer, tensors in sorted(self.tensors.items())
+            str(layer): {name: stats.as_dict() for name, stats in self.tensors.get(layer, {}).items()}
+            for layer in layers
         }
 
-    def load(self, value: Mapping[str, Any], layers: Iterable[int] | None = None) -> None:
-        """Take in what `as_dict` gave, of all layers or of some."""
-        wanted = None if layers is None else set(layers)
+    def load(self, value: Mapping[str, Any]) -> None:
+        """Take in what `as_dict` gave."""
         for layer, tensors in value.items():
-            if wanted is None or int(layer) in wanted:
-                for name, stats in tensors.items():
-                    self._add(int(layer), name, TensorStats.from_dict(stats))
+            for name, stats in tensors.items():
+                self._add(int(layer), name, TensorStats.from_dict(stats))

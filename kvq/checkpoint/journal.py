@@ -30,7 +30,8 @@ FOLDER = ".kvq-journal"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A finished step. `tensors` maps the names in its shard to their bytes; `state` names a file of the journal."""
+    """A finished step. `tensors` maps the names in its shard to their bytes; `state` names a file of the journal, `kv`
+    holds statistics of what the layer would keep in a KV cache."""
 
     number: int
     shard: str
@@ -38,6 +39,7 @@ class Step:
     tensors: Mapping[str, int]
     results: list[dict[str, Any]]
     state: str | None
+    kv: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -16,5 +16,6 @@ from kvq.console.screen import ERR, OUT, clock, short_size, size
 
 __all__ = [
     "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison", "show_distance",
-    "show_inspection", "show_kv_report", "show_models", "show_plan", "show_plan_report", "show_result", "show_verification", "size",
+    "show_inspection", "show_kv_report",
+    "show_models", "show_plan", "show_plan_report", "show_result", "show_verification", "size",
 ]  # fmt: skip

@@ -24,7 +24,9 @@ def show_kv_report(report: Mapping[str, Any], out: Path, files: Sequence[str]) -
     for layer, name, row in rows[:SHOWN_LAYERS]:
         one, other = row["variants"]["one"], row["variants"][best]
         shares = [
-            f"{side[key]:.2%}" for key in ("relative_error", "saturated_share", "underflow_share") for side in (one, other)
+            f"{side[key]:.2%}"
+            for key in ("relative_error", "saturated_share", "underflow_share")
+            for side in (one, other)
         ]
         scale = row["variants"]["amax"]["scale"]
         table.add_row(layer, name[0] if len(names) > 1 else "kv", f"{row['amax']:.4g}", f"{scale:.4g}", *shares)

@@ -1,12 +1,12 @@
 """An SGLang plugin that makes static FP8 KV scales right where SGLang drops or half uses them.
 
 Off unless `KVQ_KV_SCALES` names a `kv_cache_scales.json`. SGLang finds it through the entry point group
-`sglang.srt.plugins`; it needs nothing of kvq's own dependencies, so `pip install --no-deps kvq` is enough there.
+`sglang.srt.plugins`; it needs none of kvq's dependencies, so `pip install --no-deps kvq` is enough there.
 
 What it does, and nothing else:
 
-    GLM-4.x    gives each attention SGLang's own KV-cache method, whose parameters the model never creates, and hands the
-               file's scales to the model's own loader under the names of these parameters.
+    GLM-4.x    gives each attention SGLang's own KV-cache method, whose parameters the model never creates, and hands
+               the file's scales to the model's own loader under the names of these parameters.
     Kimi, MLA  the same for the latent's attention, and the pool's own reads and writes of latents divide and multiply
                by the scale, as SGLang's Triton backend does with its reads and writes.
 
@@ -36,5 +36,7 @@ def install() -> None:
         scales = read_scales(path)
         check_engine(scales.attention)
     except PluginError as error:
-        sys.exit(f"kvq ({ENVIRONMENT}={path}): {error} The engine was not started; unset {ENVIRONMENT} to serve without.")
+        sys.exit(
+            f"kvq ({ENVIRONMENT}={path}): {error} The engine was not started; unset {ENVIRONMENT} to serve without."
+        )
     register(scales)

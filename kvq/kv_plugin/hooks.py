@@ -93,7 +93,9 @@ def check_loaded(scales: ScaleFile, runner: Any) -> None:
     for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         found, allowed = getattr(args, flag, None), BACKENDS[scales.attention]
         if found is not None and found not in allowed:
-            raise RuntimeError(f"kvq: --{flag.replace('_', '-')} {found} does not use KV scales rightly; use {allowed[0]}.")
+            raise RuntimeError(
+                f"kvq: --{flag.replace('_', '-')} {found} does not use KV scales rightly; use {allowed[0]}."
+            )
     if getattr(runner, "is_draft_worker", False):
         return  # an MTP layer that the file lacks stays at 1.0
     held = {
@@ -104,7 +106,9 @@ def check_loaded(scales: ScaleFile, runner: Any) -> None:
     for name, module in held.items():
         expected = [scales.layers[module.layer_id][scale] for scale in SCALE_NAMES]
         found = [getattr(module, f"{scale}_float", None) for scale in SCALE_NAMES]
-        if not all(value is not None and abs(value - want) <= 1e-6 * want for value, want in zip(found, expected)):
+        if not all(
+            value is not None and abs(value - want) <= 1e-6 * want for value, want in zip(found, expected, strict=True)
+        ):
             raise RuntimeError(f"kvq: {name} holds the scales {found} after loading, {scales.path} says {expected}.")
     if not held:
         raise RuntimeError(f"kvq: {type(runner.model).__name__} has no attention that {scales.path} was made for.")

@@ -45,7 +45,9 @@ EXPECTED: Mapping[str, tuple[Expected, ...]] = {
         *COMMON,
         Expected(f"{GLM}.Glm4MoeAttention.__init__", ("self",), holds=("self.attn = RadixAttention(",)),
         Expected(f"{GLM}.Glm4MoeForCausalLM.load_weights", ("self", "weights", "is_nextn")),
-        Expected(f"{MHA_POOL}.set_kv_buffer", ("self", "layer"), holds=("cache_k.div_(k_scale)", "cache_v.div_(v_scale)")),
+        Expected(
+            f"{MHA_POOL}.set_kv_buffer", ("self", "layer"), holds=("cache_k.div_(k_scale)", "cache_v.div_(v_scale)"),
+        ),
     ),
     "mla": (
         *COMMON,

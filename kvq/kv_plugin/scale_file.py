@@ -36,7 +36,9 @@ def read_scales(path: str) -> ScaleFile:
         raise PluginError(f"it is not a {SCHEMA} file for {FP8_DTYPE}; make it with `kvq calibrate-kv`.")
     attention, count, rows = value.get("attention"), value.get("num_layers"), value.get("layers")
     if attention == "dsa":
-        raise PluginError("sparse attention (GLM-5.x) scales its cache by itself, token by token; static scales do harm.")
+        raise PluginError(
+            "sparse attention (GLM-5.x) scales its cache by itself, token by token; static scales do harm."
+        )
     if attention not in ("gqa", "mla") or not isinstance(count, int) or not isinstance(rows, dict):
         raise PluginError("attention, num_layers or layers are not what kvq writes; make the file again.")
     layers = {int(layer): _scales_of(layer, row) for layer, row in rows.items()}

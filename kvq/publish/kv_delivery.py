@@ -26,9 +26,9 @@ SCALE_NAMES = ("k_scale", "v_scale")
 class Delivery:
     """One cell of the table.
 
-    `names` are what a `used` cell gets, below a layer. `loads` are patterns of names below a layer that the loader knows,
-    with the parameter that each ends in; a name that no pattern matches is dropped. The parameters exist under any of
-    `parameters_when`: a quantization config of that method, or one with a `kv_cache_scheme`.
+    `names` are what a `used` cell gets, below a layer. `loads` are patterns of names below a layer that the loader
+    knows, with the parameter that each ends in; a name that no pattern matches is dropped. The parameters exist under
+    any of `parameters_when`: a quantization config of that method, or one with a `kv_cache_scheme`.
     """
 
     target: Target
@@ -67,7 +67,7 @@ class Delivery:
 
 _SGLANG_GQA = Delivery(
     "sglang", "0.5.23", "gqa", "ignored",
-    reason="Glm4MoeAttention builds its RadixAttention without a quantization config, so no scale parameter exists, and "
+    reason="Glm4MoeAttention builds its RadixAttention without a quantization config, so no scale parameter exists and "
     "load_weights skips the tensors without a word; the cache is kept at 1.0 (kvq's plugin changes that)",
     source="srt/models/glm4_moe.py: Glm4MoeAttention.__init__, Glm4MoeForCausalLM.load_weights",
     divides_on_write="no: the pool divides by the attention's k_scale and v_scale, which are None",
@@ -90,9 +90,9 @@ _SGLANG_MLA = Delivery(
 _SGLANG_DSA = replace(
     _SGLANG_MLA,
     attention="dsa",
-    reason="the engine scales dynamically: flashmla_kv keeps a float32 scale for every 128 latent values of a token, and "
+    reason="the engine scales dynamically: flashmla_kv keeps a float32 scale for 128 latent values each, and "
     "the indexer's keys have their own; the trtllm backend would multiply by a k_scale that nothing was divided by",
-    source="srt/layers/attention/dsa/dsa_quant_k_cache.py, dsa_backend.py; srt/mem_cache/memory_pool.py: DSATokenToKVPool",
+    source="srt/layers/attention/dsa/dsa_quant_k_cache.py, dsa_backend.py; memory_pool.py: DSATokenToKVPool",
     divides_on_write="by its own dynamic scales; trtllm not at all",
     multiplies_on_read="by its own dynamic scales; trtllm by k_scale",
 )
@@ -157,6 +157,12 @@ TABLE: tuple[Delivery, ...] = (
         divides_on_write="expanded keys and values", multiplies_on_read="expanded keys and values",
     ),
 )  # fmt: skip
+
+
+def known_target(name: object) -> Target:
+    """A target by its name; SGLang for any other."""
+    known: Mapping[object, Target] = {"vllm": "vllm", "transformers": "transformers"}
+    return known.get(name, "sglang")
 
 
 def deliveries(target: Target, attention: Attention) -> list[Delivery]:

@@ -1,13 +1,13 @@
 """Calibrate, compare, choose and write: the stages of `kvq calibrate-kv`, and what `kvq quantize` shares with them.
 
-    serving/kv_cache_scales.json    every scale
-    kvq-reports/kv.json             statistics, errors, decision, what engines do
-    model-kv-scales.safetensors     and a kv_cache_scheme in config.json: only where the target uses them, see kv_delivery
+serving/kv_cache_scales.json    every scale
+kvq-reports/kv.json             statistics, errors, decision, what engines do
+model-kv-scales.safetensors     and a kv_cache_scheme in config.json: only where the target uses them, see kv_delivery
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json
 from kvq.errors import OutputError
-from kvq.publish.kv_delivery import KV_CACHE_SCHEME, Target, checkpoint_names
+from kvq.publish.kv_delivery import KV_CACHE_SCHEME, Target, checkpoint_names, known_target
 from kvq.publish.kv_scales import SCALES_FILE, ChosenScales, choose_scales, kv_report, scale_sets, scales_file
 from kvq.publish.manifest import manifest_text
 from kvq.verify.kv_choice import ONE, KvComparison, compare_scales
@@ -71,7 +71,9 @@ def calibrate_kv_scales(request: KvRequest, device: torch.device, stage: Callabl
     statistics = gather_statistics(runner, tokens.tokens_NS, lambda text: stage(f"calibrating, {text}"))
     comparison: KvComparison | None = None
     if request.held_out is not None:
-        documents = load_documents(reader.folder, vocab_size, request.held_out, request.max_rows, request.max_seq_length)
+        documents = load_documents(
+            reader.folder, vocab_size, request.held_out, request.max_rows, request.max_seq_length
+        )
         comparison = compare_scales(
             runner, documents, scale_sets(statistics), lambda text: stage(f"comparing on held-out tokens, {text}")
         )
@@ -90,7 +92,7 @@ def write_kv_files(
     """The two side files. What else `kv.json` holds (simulations of `kvq evaluate`) stays."""
     path = folder / REPORT_FILE
     before = load_json(path) if path.exists() else {}
-    head = {"schema": "kvq.kv/1", "kvq_version": __version__}
+    head = _head()
     _write(folder / SCALES_FILE, scales_file(facts, choice, tokens))
     _write(path, {**head, **{k: v for k, v in before.items() if k not in (*head, *report)}, **report})
     return [SCALES_FILE, REPORT_FILE]
@@ -176,6 +178,40 @@ def _scheme_into(config: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]
     return result
 
 
-def quantize_stage(facts: ModelFacts, statistics: KvStatistics) -> ChosenScales:
-    """The choice of a `kvq quantize` run, which has no held-out data."""
-    return choose_scales(statistics, None)
+@dataclass(frozen=True, slots=True)
+class KvStage:
+    """What `kvq quantize` adds for the KV cache; empty where it gathered no statistics."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def add_tensors(self, writer: CheckpointWriter) -> None:
+        if self.tensors:
+            writer.add_shard(SCALES_SHARD, self.tensors)
+
+    def announced(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The quantization_config, with a scheme where scales are delivered."""
+        return with_scheme(quantization) if self.tensors else quantization
+
+    def manifest_rows(self) -> dict[str, dict[str, Any]]:
+        return manifest_rows(self.tensors)
+
+    def write_files(self, folder: Path) -> None:
+        """The side files, which the manifest does not list: they may be measured anew."""
+        for name, content in self.files.items():
+            _write(folder / name, content)
+
+
+def kv_stage(facts: ModelFacts, statistics: KvStatistics, tokens: TokenSet | None, target: str) -> KvStage:
+    """The choice of a run that has no held-out data, and what it writes."""
+    engine = known_target(target)
+    if tokens is None or not statistics.layers:
+        return KvStage()
+    choice = choose_scales(statistics, None)
+    report = kv_report(facts, statistics, choice, None, engine)
+    files = {SCALES_FILE: scales_file(facts, choice, tokens), REPORT_FILE: {**_head(), **report}}
+    return KvStage(scale_tensors(facts, choice, engine), files)
+
+
+def _head() -> dict[str, str]:
+    return {"schema": "kvq.kv/1", "kvq_version": __version__}

@@ -1,4 +1,4 @@
-"""`kv_cache_scales.json` and `kvq-reports/kv.json`: every calibrated scale, which were chosen, and what engines do with them.
+"""`kv_cache_scales.json` and `kvq-reports/kv.json`: calibrated scales, which were chosen, what engines do with them.
 
 docs/kv-scales.md documents both files.
 """
@@ -59,9 +59,7 @@ def choose_scales(statistics: KvStatistics, comparison: KvComparison | None) -> 
     figures = f"mean relative error on the calibration tokens {error[ONE]:.3g} at 1.0, {error[best]:.3g} at {best}"
     if error[best] < (1 - WORTHWHILE) * error[ONE]:
         return ChosenScales(sets, best, f"{figures}: calibrated scales are better (no held-out data was given)")
-    return ChosenScales(
-        sets, ONE, f"{figures}: calibrated scales are not better than 1.0 (no held-out data was given)"
-    )
+    return ChosenScales(sets, ONE, f"{figures}: calibrated scales are not better than 1.0 (no held-out data was given)")
 
 
 def _mean_error(statistics: KvStatistics, scales: LayerScales) -> float:

@@ -1,5 +1,5 @@
-"""Which FP8 KV scales are better, measured: the model runs over held-out tokens with its cache in BF16 and, beside it, once
-for every set of scales, each layer's weights read once for all of them.
+"""Which FP8 KV scales are better, measured: the model runs over held-out tokens with its cache in BF16 and, beside it,
+once for every set of scales, each layer's weights read once for all of them.
 
 KL is that of the model with its own unquantized cache to the same model with the quantized one, at every position.
 
@@ -58,8 +58,8 @@ class StorageError:
 
 @dataclass(eq=False)
 class KvComparison:
-    """`kl_P` and `next_P` (log p of the next token, NaN at a document's end) by set of scales; `errors` by layer, stored
-    tensor and set."""
+    """`kl_P` and `next_P` (log p of the next token, NaN at a document's end) by set of scales; `errors` by layer,
+    stored tensor and set."""
 
     kl_P: dict[str, Tensor]
     next_P: dict[str, Tensor]
@@ -105,14 +105,14 @@ class KvComparison:
         if count < 2:
             return math.inf if count else 0.0
         mean = value_P.mean()
-        residuals = torch.stack([part.sum() - mean * len(part) for part in value_P.split(self.document_lengths)])
+        residuals = torch.stack([part.sum() - mean * len(part) for part in torch.split(value_P, self.document_lengths)])
         return float(residuals.square().sum().sqrt()) / total * math.sqrt(count / (count - 1))
 
 
 @dataclass(eq=False)
 class _Storage:
-    """The hook: replaces what is stored under the set at work, and counts errors while none is (the same true values for
-    every set)."""
+    """The hook: replaces what is stored under the set at work, and counts errors while none is (on the same true
+    values for every set)."""
 
     sets: Mapping[str, LayerScales]
     parts: Mapping[str, str]
@@ -141,7 +141,7 @@ def compare_scales(
     names = (PLAIN, *sets)
     stores = {name: [runner.embed(tokens_DS) for tokens_DS in groups] for name in names}
     by_scale = SCALE_PARTS[runner.facts.arch.attention]
-    storage = _Storage(sets, {part: scale for scale in reversed(by_scale) for part in by_scale[scale]})
+    storage = _Storage(sets, {part: name for name in reversed(list(by_scale)) for part in by_scale[name]})
     for layer in range(runner.facts.num_layers):
         stage(f"layer {layer + 1}/{runner.facts.num_layers}")
         module = whole_layer(runner, layer)
@@ -159,9 +159,9 @@ def compare_scales(
         for document in range(tokens_DS.shape[0]):
             log_p = {name: _log_p(runner, stores[name][number], document, norm, head_VH) for name in names}
             _compare(log_p, tokens_DS[document], kl, next_p)
-    joined = ({name: torch.cat(parts) for name, parts in kept.items()} for kept in (kl, next_p))
+    joined_kl, joined_next = ({name: torch.cat(parts) for name, parts in kept.items()} for kept in (kl, next_p))
     lengths = [tokens_DS.shape[1] for tokens_DS in groups for _ in range(tokens_DS.shape[0])]
-    return KvComparison(*joined, storage.errors, lengths)
+    return KvComparison(joined_kl, joined_next, storage.errors, lengths)
 
 
 def _by_length(documents: Sequence[Tensor]) -> list[Tensor]:

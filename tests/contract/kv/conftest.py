@@ -1,5 +1,6 @@
 """What an SGLang on a CPU lacks, replaced before its modules are imported."""
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -15,8 +16,11 @@ ABSENT = ("torchvision", "fastapi", "uvicorn", "uvloop")
 
 
 class _Absent(types.ModuleType):
-    __path__: list[str] = []
     __version__ = "0.0"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,11 +58,12 @@ def without_gpu() -> Iterator[None]:
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("needs SGLang's own environment: make contract")
     import torch
-    import transformers.image_utils
-    import transformers.utils.import_utils as imports  # decides what is there before the stand-ins are
+    import transformers.utils.import_utils as imports
+
+    importlib.import_module("transformers.image_utils")  # decides what is there before the stand-ins are
 
     sys.meta_path.append(_StandIns())
-    imports.DummyObject.__getattribute__ = _dummy_attribute
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(imports.DummyObject, "__getattribute__", _dummy_attribute)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         yield

@@ -36,24 +36,20 @@ def load_deepseek(parameters: Iterable[str], tensors: Iterable[tuple[str, Tensor
 
     got: dict[str, float] = {}
 
-    class Model(loader.DeepseekV2WeightLoaderMixin):
-        config = types.SimpleNamespace(
+    members = {
+        "config": types.SimpleNamespace(
             n_routed_experts=2, q_lora_rank=16, num_hidden_layers=2, num_nextn_predict_layers=0
-        )
-        model = types.SimpleNamespace(start_layer=0, end_layer=2)
-        pp_group = types.SimpleNamespace(is_last_rank=True, is_first_rank=True)
-        quant_config = None
-        num_fused_shared_experts = 0
-
-        def named_parameters(self) -> list[tuple[str, Parameter]]:
-            return [(name, Parameter(name, got)) for name in parameters]
-
-        def post_load_weights(self, **_: Any) -> None:
-            pass
-
+        ),
+        "model": types.SimpleNamespace(start_layer=0, end_layer=2),
+        "pp_group": types.SimpleNamespace(is_last_rank=True, is_first_rank=True),
+        "quant_config": None,
+        "num_fused_shared_experts": 0,
+        "named_parameters": lambda _: [(name, Parameter(name, got)) for name in parameters],
+        "post_load_weights": lambda _, **__: None,
+    }
     before, loader.should_async_load = loader.should_async_load, lambda _: False
     try:
-        Model().do_load_weights(tensors)
+        type("Model", (loader.DeepseekV2WeightLoaderMixin,), members)().do_load_weights(tensors)
     finally:
         loader.should_async_load = before
     return got

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvq.checkpoint.architecture import Attention
 from kvq.publish.kv_delivery import KV_CACHE_SCHEME, Delivery, deliveries
 from tests.contract.kv import engine
 
@@ -16,7 +17,7 @@ NAMES = (
 MLA_PARAMETERS = [f"{engine.LAYER}self_attn.{a}.{s}_scale" for a in ("attn_mqa", "attn_mha") for s in "kv"]
 
 
-def row_of(attention: str) -> Delivery:
+def row_of(attention: Attention) -> Delivery:
     from importlib.metadata import version
 
     return next(row for row in deliveries("sglang", attention) if row.version == version("sglang"))
@@ -31,7 +32,9 @@ def test_latent_scales_land_where_the_table_says(below: str) -> None:
 
 @pytest.mark.parametrize("below", NAMES)
 def test_glm_loader_drops_scales_without_a_word(below: str) -> None:
-    assert engine.load_glm([engine.LAYER + "self_attn.qkv_proj.weight"], [(engine.LAYER + below, torch.tensor(0.5))]) == {}
+    assert (
+        engine.load_glm([engine.LAYER + "self_attn.qkv_proj.weight"], [(engine.LAYER + below, torch.tensor(0.5))]) == {}
+    )
     assert row_of("gqa").lands_in(below, frozenset({"fp8", "compressed-tensors", "kv_cache_scheme"})) is None
 
 

@@ -46,16 +46,20 @@ def _resolve(target: str) -> tuple[tuple[Any, str], Any]:
 
 def scale_file(folder: Path, attention: str) -> Path:
     layers = {str(layer): {"k_scale": 0.5, "v_scale": 0.5} for layer in range(2)}
-    content = {"schema": "kvq.kv-scales/1", "dtype": "fp8_e4m3", "attention": attention, "num_layers": 2, "layers": layers}
+    content = {
+        "schema": "kvq.kv-scales/1",
+        "dtype": "fp8_e4m3",
+        "attention": attention,
+        "num_layers": 2,
+        "layers": layers,
+    }
     path = folder / "kv_cache_scales.json"
     path.write_text(json.dumps(content))
     return path
 
 
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
-def test_every_hook_is_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Any, attention: str
-) -> None:
+def test_every_hook_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Any, attention: str) -> None:
     monkeypatch.setenv(ENVIRONMENT, str(scale_file(tmp_path, attention)))
     install()
     registered = set(registry._hooks)
