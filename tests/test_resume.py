@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,9 +71,7 @@ class Bench:
 
     def remove_output(self) -> dict[str, bytes]:
         contents = self.contents()
-        for path in self.out.iterdir():
-            path.unlink()
-        self.out.rmdir()
+        shutil.rmtree(self.out)
         return contents
 
 

@@ -61,7 +61,7 @@ def _show_held_out(held_out: Mapping[str, Any] | None) -> None:
         table.add_column(column, justify="left" if column == "KV cache" else "right")
     for name, perplexity in held_out["perplexity"].items():
         kl, error = held_out["mean_kl"].get(name), held_out["mean_kl_error"].get(name)
-        shown = ("", "") if kl is None else (f"{kl:.6f} ± {error:.6f}", f"{held_out['max_kl'][name]:.4f}")
+        shown = ("", "") if kl is None else (f"{kl:.6f} +/- {error:.6f}", f"{held_out['max_kl'][name]:.4f}")
         title = {"bf16": "not quantized", "one": "FP8, 1.0"}.get(name, f"FP8, {name}")
         table.add_row(title, *shown, f"{perplexity:.4f}")
     OUT.print(table)

@@ -143,7 +143,7 @@ TABLE: tuple[Delivery, ...] = (
     _VLLM_MLA,
     replace(
         _VLLM_MLA, attention="dsa",
-        reason="the engine scales dynamically (fp8_ds_mla: a float32 scale for every 128 latent values of a token), and "
+        reason="the engine scales dynamically (fp8_ds_mla: a float32 scale for 128 latent values), and "
         "MLAAttention gets no KV-cache method under compressed-tensors",
         divides_on_write="by its own dynamic scales",
         multiplies_on_read="by its own dynamic scales",

@@ -55,13 +55,19 @@ def check_kv_scales(folder: Path, target: Target) -> Check:
             f"{len(found['missing'])} missing"
         )
         _expect_right(check, row, found, values)
+    if target == "sglang" and (described or {}).get("kv_cache_scheme"):
+        notes.append("its kv_cache_scheme makes SGLang 0.5.23 take an FP8 cache by default")
     check.note = "; ".join(notes)
     return check
 
 
 def _value(check: Check, reader: CheckpointReader, name: str) -> float:
     """The scale, or NaN for what is none."""
-    tensor = reader.tensor(name)
+    try:
+        tensor = reader.tensor(name)
+    except CheckpointError:  # NaN, Inf or damaged; `values` says which
+        check.expect(False, f"{name} cannot be read: a scale must be finite and positive")
+        return math.nan
     values = [float(value) for value in tensor.float().reshape(-1)]
     good = bool(values) and all(0 < value < math.inf for value in values)
     check.expect(good, f"{name} is {values[:4]}: a scale must be finite and positive")

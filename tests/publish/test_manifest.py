@@ -27,7 +27,8 @@ def test_every_file_has_its_hash(shared: Shared, name: str) -> None:
     out = shared.output(name)
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     listed = manifest_of(out)["files"]
-    assert listed.keys() == files - {MANIFEST_NAME}
+    later = {name for name in files if name.startswith(("serving/", "kvq-reports/"))}  # may be measured anew
+    assert listed.keys() == files - {MANIFEST_NAME} - later
     for file, digest in listed.items():
         assert hashlib.sha256((out / file).read_bytes()).hexdigest() == digest, file
 

@@ -9,13 +9,13 @@ from pydantic import ValidationError
 from kvq.errors import RecipeError
 from kvq.recipes.schema import Recipe, library_names, load_recipe, override
 
-INT4_SHA256 = "f9597937e23343f43ba7c491b108a5780180a5f2d7c40008b170a4ddead2956c"
+INT4_SHA256 = "7cc018e81ac256afc00c5d133cc1b83d0768458e9206694ed5f7d91a5a6ece2b"
 
 OTHER_VALUES: dict[str, Any] = {
     "name": "other", "solver": "rtn", "group_size": 64, "scale_search": "minmax", "actorder": None, "block_size": 64,
     "dampening_frac": 0.5, "dampening_steps": 8, "refinement_passes": 16, "hessian_blend_tokens": 1,
     "propagate_error": False, "max_fallback_frac": 0.5, "mtp": "rtn", "rest": "bf16", "num_calibration_samples": 8,
-    "max_seq_length": 64,
+    "max_seq_length": 64, "kv_scales": "none",
 }  # fmt: skip
 ONLY_VALUE = {"num_bits", "symmetric"}
 
