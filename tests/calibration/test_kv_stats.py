@@ -76,7 +76,7 @@ class FirstLayer:
     def latent(self, tokens_S: Tensor) -> tuple[Tensor, Tensor]:
         """Latent and k_pe, whose pairs are neighbours; the order within a row does not matter to a maximum."""
         joined = self.hidden(tokens_S) @ self.weight("self_attn.kv_a_proj_with_mqa.weight").T
-        latent, k_pe = joined.split([self.config["kv_lora_rank"], self.config["qk_rope_head_dim"]], dim=-1)
+        latent, k_pe = torch.split(joined, [self.config["kv_lora_rank"], self.config["qk_rope_head_dim"]], dim=-1)
         paired = torch.cat([k_pe[:, 0::2], k_pe[:, 1::2]], 1)
         # transformers' own norm of the latent has a fixed epsilon
         return rms(latent, self.weight("self_attn.kv_a_layernorm.weight"), 1e-6), rotate_halves(paired, self.theta)
@@ -193,6 +193,14 @@ def test_a_latent_without_its_rotated_key_has_no_scale(left_out: str) -> None:
         statistics.observe(0, name, values())
     with pytest.raises(CalibrationError, match=f"saw no {left_out}"):
         statistics.scale(0, "k_scale", "amax")
+
+
+@pytest.mark.parametrize("larger", ["latent", "k_pe"])
+def test_latent_and_rotated_key_share_the_scale_of_the_larger(larger: str) -> None:
+    statistics = KvStatistics("mla")
+    for name in ("latent", "k_pe"):
+        statistics.observe(0, name, torch.full((1, 1, 4, 8), 896.0 if name == larger else 1.0))
+    assert statistics.scale(0, "k_scale", "amax") == statistics.scale(0, "v_scale", "amax") == 2.0
 
 
 def test_a_layer_without_data_has_no_scale() -> None:
