@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 DEMO_SOURCE = examples/tiny-glm-5-fp8
 DEMO_OUT = demo-out/tiny-glm-5-int4
 
-.PHONY: demo test style quality unit test-gpu build clean
+.PHONY: demo test style quality unit kernels test-gpu build clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "kvq needs Python 3.11 to 3.13, found " + sys.version.split()[0] + "; give one with make PYTHON=python3.12 ...")'
@@ -21,7 +21,7 @@ demo: $(VENV)/installed
 	$(BIN)/kvq verify $(DEMO_OUT) --source $(DEMO_SOURCE)
 	$(BIN)/kvq evaluate $(DEMO_OUT) --source $(DEMO_SOURCE) --data examples/held-out.jsonl
 
-test: quality unit
+test: quality unit kernels
 
 quality: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -30,6 +30,14 @@ quality: $(VENV)/installed
 
 unit: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# The GPU's loops in Triton's interpreter. Not in the environment itself: there it would change what other packages do.
+TRITON = $(VENV)/triton
+$(TRITON)/triton: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.6.0
+
+kernels: $(TRITON)/triton
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/quantize/test_triton_kernels.py
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -m gpu

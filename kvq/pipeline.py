@@ -23,15 +23,17 @@ from kvq.calibration.forward import ModelRunner, check_complete, pick_device
 from kvq.calibration.kv_calibrate import watch_layer
 from kvq.calibration.kv_stats import KvStatistics
 from kvq.checkpoint.dequant import load_weight
+from kvq.checkpoint.desk import WritingDesk
 from kvq.checkpoint.index import MANIFEST_NAME
-from kvq.checkpoint.journal import Journal, Step, can_continue
+from kvq.checkpoint.journal import Journal, Step, can_continue, keeps_state
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
 from kvq.errors import CalibrationError, CheckpointError, OutputError, QuantizationError, StoppedError
 from kvq.publish.kv_run import KvStage, kv_stage
 from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, package_versions
-from kvq.quantize.experts import Capture, LayerSolver, SolvedLayer
+from kvq.quantize.chunks import expert_chunks
+from kvq.quantize.experts import GATE_UP, Capture, LayerSolver, SolvedLayer
 from kvq.quantize.types import FALLBACKS, ModuleResult
 from kvq.recipes.plan import QuantPlan, TensorPlan, resolve_plan
 from kvq.recipes.schema import Recipe
@@ -180,6 +182,10 @@ class Run:
     tokens: TokenSet | None = None
     stop: StopRequest | None = None
     kv: KvStatistics | None = None
+    desk: WritingDesk = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.desk = WritingDesk(behind=self.prepared.device.type == "cuda")
 
     @property
     def plan(self) -> QuantPlan:
@@ -213,42 +219,60 @@ class Run:
             store.restore(journal.load_state())
         if not journal.steps:
             self.progress.stage(None, total, "writing embeddings and head")
-            self._finish_step(journal, *by_layer[None], SolvedLayer(), None)
-        for layer in range(len(journal.steps) - 1, total):
-            solved = self._layer(runner, layer, store)
-            self._note_results(solved.results)
-            self.progress.stage(layer, total, "writing")
-            self._finish_step(journal, *by_layer[layer], solved, store if layer + 1 < total else None)
-            reader.release()
-            self.progress.layer_done(layer, total)
-            if layer + 1 < total:
-                self._stop_if_asked(f"Stopped after layer {layer + 1} of {total}.")
+            self._finish_step(journal, 0, *by_layer[None], SolvedLayer(), None)
+        with self.desk:
+            for layer in range(len(journal.steps) - 1, total):
+                solved = self._layer(runner, layer, store)
+                self._note_results(solved.results)
+                self.progress.stage(layer, total, "writing")
+                self._write_behind(journal, layer + 1, *by_layer[layer], solved, store if layer + 1 < total else None)
+                reader.release()
+                self.progress.layer_done(layer, total)
+                if layer + 1 < total:
+                    self._stop_if_asked(f"Stopped after layer {layer + 1} of {total}.")
+
+    def _write_behind(
+        self, journal: Journal, number: int, shard: str, tensors: list[TensorPlan], solved: SolvedLayer,
+        store: ActivationStore | None,
+    ) -> None:  # fmt: skip
+        """Write a layer that is done, beside the next one's work on a GPU. A state that is kept cannot wait: the next
+        layer changes it."""
+        if self.prepared.device.type == "cuda":
+            torch.cuda.synchronize()  # packed tensors are copied without waiting
+        self.desk.submit(lambda: self._finish_step(journal, number, shard, tensors, solved, store))
+        if store is not None and keeps_state(number, store.nbytes):
+            self.desk.settle()
 
     def _stop_if_asked(self, message: str) -> None:
         if self.stop is not None and self.stop.signal is not None:
+            self.desk.settle()
             raise StoppedError(message, self.stop.signal)
 
     def _finish_step(
         self,
         journal: Journal,
+        number: int,
         shard: str,
         tensors: list[TensorPlan],
         solved: SolvedLayer,
         store: ActivationStore | None,
     ) -> None:
         """Write the shard, then the record that makes it count."""
-        self._write_shard(shard, tensors, solved.tensors)
-        number = len(journal.steps)
+        written = {tensor.name: self._make(tensor, solved.tensors) for tensor in tensors}
+        solved.tensors.clear()
+        self.writer.add_shard(shard, written)
+        kept = store if store is not None and keeps_state(number, store.nbytes) else None
         step = Step(
             number=number,
             shard=shard,
             sha256=self.writer.sha256[shard],
             tensors={tensor.name: tensor.nbytes for tensor in tensors},
             results=[asdict(result) for result in solved.results],
-            state=None if store is None else f"state-{number:05d}.safetensors",
+            state=None if kept is None else f"state-{number:05d}.safetensors",
+            resumable=kept is store,
             kv={} if self.kv is None else self.kv.as_dict([number - 1]),
         )
-        journal.finish_step(step, None if store is None else store.state())
+        journal.finish_step(step, None if kept is None else kept.state())
 
     def _layer(self, runner: ModelRunner, layer: int, store: ActivationStore | None) -> SolvedLayer:
         """Forward (where data is used), solve, and leave the layer's output in the store."""
@@ -258,19 +282,26 @@ class Run:
             calibrated = store is not None and recipe.mtp == "gptq"
             store = self._mtp_store(runner, layer, store) if calibrated else None
             recipe = recipe if calibrated else recipe.model_copy(update={"solver": "rtn"})
+        moe = layer in facts.moe_layers
+        chunks = expert_chunks(facts.num_experts, runner.device.type, *runner.gate_up_shape(layer)) if moe else []
+        for first in chunks[:1]:
+            runner.read_ahead(layer, first, GATE_UP)
         capture = None
         if store is not None:
             self.progress.stage(layer, total, "reading and running")
             capture = self._forward(runner, layer, store)
-        if layer not in facts.moe_layers:
+        if not moe:
             return SolvedLayer()
+        if layer + 1 < total:
+            runner.read_ahead_layer(layer + 1)
         solver = LayerSolver(
-            runner, recipe, layer, facts.num_experts, lambda e, p: facts.expert_module(layer, e, p),
+            runner, recipe, layer, facts.num_experts, chunks, lambda e, p: facts.expert_module(layer, e, p),
             self.prepared.device, capture, lambda text: self.progress.stage(layer, total, text),
         )  # fmt: skip
         solved = solver.solve()
         if store is not None and solved.output_TH is not None:
             _add_experts(store, solved.output_TH)
+            solved.output_TH = None  # a quarter of a GPU, while the layer waits to be written
         return solved
 
     def _mtp_store(self, runner: ModelRunner, layer: int, store: ActivationStore | None) -> ActivationStore:
@@ -303,10 +334,6 @@ class Run:
                 f"calibration data, "
                 "raise dampening_frac or max_fallback_frac with --set, or use --set solver=rtn."
             )
-
-    def _write_shard(self, shard: str, tensors: list[TensorPlan], packed: Mapping[str, Tensor]) -> None:
-        written = {tensor.name: self._make(tensor, packed) for tensor in tensors}
-        self.writer.add_shard(shard, written)
 
     def _make(self, tensor: TensorPlan, packed: Mapping[str, Tensor]) -> Tensor:
         if tensor.action == "pack":

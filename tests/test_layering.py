@@ -25,6 +25,7 @@ DOORS = {
     "httpx": ("checkpoint/source.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py"),
+    "triton": ("quantize/triton_kernels.py",),
     "jinja2": ("calibration/dataset.py",),
     "rich": ("console/kv.py", "console/screen.py", "console/run.py", "console/plan.py"),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),

@@ -4,7 +4,7 @@ Shape suffixes: B = sequences of a batch, N = all sequences, S = tokens per sequ
 I = expert width, J = 2 I, V = vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvq.calibration import transformers_door
-from kvq.calibration.activations import ActivationStore
+from kvq.calibration.activations import ActivationStore, page_locked
 from kvq.calibration.batches import BATCH_TOKENS
 from kvq.checkpoint.architecture import ModelFacts, model_facts
 from kvq.checkpoint.dequant import load_weight
@@ -109,15 +109,19 @@ class ModelRunner:
         value = (
             self.reader.tensor(name)
             if stored_plain or module == name
-            else load_weight(self.reader, self.source, module)
+            else load_weight(self.reader, self.source, module, self.device)
         )
         dtype = torch.float32 if name.endswith(self.facts.arch.float32) else self.dtype
-        return value.to(self.device, dtype)
+        return value.to(self.device, dtype, non_blocking=True)
 
     def embed(self, tokens_NS: Tensor, name: str = "model.embed_tokens.weight") -> ActivationStore:
         """Hidden states before the first layer, on the host."""
         table_VH = self.reader.tensor(self.facts.arch.prefix + name)
-        hidden_NSH = F.embedding(tokens_NS, table_VH).to(self.dtype)
+        hidden_NSH = torch.empty(*tokens_NS.shape, table_VH.shape[1], dtype=self.dtype)
+        for tokens_S, hidden_SH in zip(tokens_NS, hidden_NSH, strict=True):
+            hidden_SH.copy_(F.embedding(tokens_S, table_VH))
+        if self.device.type == "cuda":
+            hidden_NSH = page_locked(hidden_NSH)
         return ActivationStore(hidden_NSH, max(1, BATCH_TOKENS[self.device.type] // tokens_NS.shape[1]))
 
     def build_layer(self, layer: int, experts: nn.Module) -> Any:
@@ -130,6 +134,28 @@ class ModelRunner:
         module.load_state_dict(state, assign=True)
         module.requires_grad_(False)
         return module
+
+    def read_ahead(self, layer: int, experts: range, projections: Sequence[str]) -> None:
+        """Begin to read what `expert_gate_up` or `expert_down` will be asked for. Pays only beside a GPU's work."""
+        if self.device.type != "cuda":
+            return
+        modules = [self.facts.expert_module(layer, e, p) for e in experts for p in projections]
+        self.reader.read_ahead(f"{module}.{part}" for module in modules for part in self._parts())
+
+    def read_ahead_layer(self, layer: int) -> None:
+        """Begin to read everything of a layer but its routed experts."""
+        prefix = self.facts.layer_prefix(layer)
+        if self.device.type == "cuda":
+            names = (name for name in self.reader.index.tensors if name.startswith(prefix))
+            self.reader.read_ahead(name for name in names if not name.startswith(f"{prefix}mlp.experts."))
+
+    def gate_up_shape(self, layer: int) -> tuple[int, int]:
+        """Rows and columns of what `expert_gate_up` gives for each expert."""
+        rows, columns = self.reader.index[self.facts.expert_module(layer, 0, "gate_proj") + ".weight"].shape
+        return 2 * rows, columns
+
+    def _parts(self) -> tuple[str, ...]:
+        return ("weight",) if self.source.scale_suffix is None else ("weight", self.source.scale_suffix)
 
     def expert_gate_up(self, layer: int, experts: range) -> Tensor:
         """Rows of gate_proj, then of up_proj, for each expert: [E, 2 I, H] in the computing type."""

@@ -120,8 +120,8 @@ class TensorStats:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able and exact: `bins` maps a bin's number to its count."""
-        used = torch.nonzero(self.count_K).squeeze(-1).tolist()
-        return {"amax": self.amax_N.tolist(), "bins": {str(i): int(self.count_K[i]) for i in used}}
+        counts = self.count_K.tolist()
+        return {"amax": self.amax_N.tolist(), "bins": {str(i): count for i, count in enumerate(counts) if count}}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "TensorStats":

@@ -26,12 +26,24 @@ from kvq.checkpoint.index import load_json
 from kvq.errors import OutputError
 
 FOLDER = ".kvq-journal"
+STATE_BYTES = 2 * 2**30
+"""Hidden states to write for each layer, on average. Larger ones are kept every few layers; in between, a run that is
+cut off computes those layers again, which costs less than a terabyte of writes."""
+
+
+def keeps_state(number: int, nbytes: int) -> bool:
+    """Whether the state after step `number` is kept."""
+    return number % -(-nbytes // STATE_BYTES) == 0 if nbytes else True
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A finished step. `tensors` maps the names in its shard to their bytes; `state` names a file of the journal, `kv`
-    holds statistics of what the layer would keep in a KV cache."""
+    """A finished step. `tensors` maps the names in its shard to their bytes; `state` names a file of the journal,
+    `kv` holds statistics of what the layer would keep in a KV cache.
+
+    After a step that is not `resumable` (its state was too large to keep every time) a run goes on from the last that
+    is.
+    """
 
     number: int
     shard: str
@@ -39,6 +51,7 @@ class Step:
     tensors: Mapping[str, int]
     results: list[dict[str, Any]]
     state: str | None
+    resumable: bool = True
     kv: dict[str, Any] = field(default_factory=dict)
 
 
@@ -102,6 +115,9 @@ class Journal:
                 steps.append(Step(**load_json(path)))
             except TypeError:
                 raise OutputError(f"{path} is damaged. Add --restart to begin anew.") from None
+        while steps and not steps[-1].resumable:
+            (self.folder / f"step-{len(steps) - 1:05d}.json").unlink()
+            steps.pop()
         return steps
 
     def _drop_unfinished(self) -> None:
@@ -135,10 +151,11 @@ class Journal:
             _sync(path)
         values = {name: getattr(step, name) for name in Step.__dataclass_fields__}
         self._write(self.folder / f"step-{step.number:05d}.json", values)
-        old = self.steps[-1].state if self.steps else None
         self.steps.append(step)
-        if old is not None and old != step.state:
-            (self.folder / old).unlink()
+        if step.resumable:
+            for path in self.folder.glob("state-*"):
+                if path.name != step.state:
+                    path.unlink()
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
         draft = path.with_suffix(".draft")

@@ -7,7 +7,7 @@ Shape suffixes: T = tokens, H = hidden size, I = expert width, J = 2 I (gate row
 chunk, O, C = rows and columns of a projection.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,12 +17,13 @@ from torch.nn import functional as F
 
 from kvq.calibration.experts import Routing, gated_activation
 from kvq.calibration.stats import blend_hessian, blend_weight, gram
-from kvq.quantize.chunks import experts_per_chunk
-from kvq.quantize.pack import pack_module
+from kvq.quantize.pack import pack_batch
 from kvq.quantize.qparams import from_codes
 from kvq.quantize.solvers import SOLVERS
 from kvq.quantize.types import ModuleResult, SolvedBatch, SolverBatch
 from kvq.recipes.schema import Recipe
+
+GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 
 
 class ExpertSource(Protocol):
@@ -31,6 +32,8 @@ class ExpertSource(Protocol):
     def expert_gate_up(self, layer: int, experts: range) -> Tensor: ...
 
     def expert_down(self, layer: int, experts: range) -> Tensor: ...
+
+    def read_ahead(self, layer: int, experts: range, projections: Sequence[str]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,42 +55,44 @@ class SolvedLayer:
 
 @dataclass(slots=True, eq=False)
 class LayerSolver:
-    """Solves the experts of one layer. `module_name(expert, projection)` gives the names to write."""
+    """Solves the experts of one layer. Those of a chunk are solved together; `module_name(expert, projection)` gives
+    the names to write."""
 
     source: ExpertSource
     recipe: Recipe
     layer: int
     num_experts: int
+    chunks: Sequence[range]
     module_name: Callable[[int, str], str]
     device: torch.device
     capture: Capture | None
     progress: Callable[[str], None]
     _solved: SolvedLayer = field(default_factory=SolvedLayer)
-    _gate_up: dict[int, Tensor] = field(default_factory=dict)
+    _gate_up: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     _down_sums: dict[int, Tensor] = field(default_factory=dict)
 
     def solve(self) -> SolvedLayer:
+        chunks = self.chunks
         with torch.no_grad():
             layer_mean = None
             if self.capture is not None:
                 layer_mean = gram(self.capture.x_TH) / self.capture.x_TH.shape[0]
-            for experts in self._chunks():
+            for number, experts in enumerate(chunks):
                 self.progress(f"gate/up {experts.stop}/{self.num_experts}")
+                if number + 1 < len(chunks):
+                    self.source.read_ahead(self.layer, chunks[number + 1], GATE_UP)
+                else:
+                    self.source.read_ahead(self.layer, chunks[0], DOWN)
                 self._solve_gate_up(experts, layer_mean)
             down_mean = self._pooled_down()
             if self.capture is not None:
                 self._solved.output_TH = torch.zeros_like(self.capture.x_TH, dtype=torch.float32)
-            for experts in self._chunks():
+            for number, experts in enumerate(chunks):
                 self.progress(f"down {experts.stop}/{self.num_experts}")
+                if number + 1 < len(chunks):
+                    self.source.read_ahead(self.layer, chunks[number + 1], DOWN)
                 self._solve_down(experts, down_mean)
         return self._solved
-
-    def _chunks(self) -> Iterator[range]:
-        """Experts solved together: as many as fit the working memory."""
-        rows, columns = self.source.expert_gate_up(self.layer, range(1)).shape[1:]
-        size = experts_per_chunk(self.device.type, rows, columns)
-        for start in range(0, self.num_experts, size):
-            yield range(start, min(start + size, self.num_experts))
 
     def _tokens(self, expert: int) -> Tensor:
         assert self.capture is not None
@@ -108,14 +113,16 @@ class LayerSolver:
         self._record(experts, batch, solved, {"gate_proj": slice(0, half), "up_proj": slice(half, None)})
         if self.capture is None:
             return
-        used_EJH = (
-            from_codes(solved.codes_EOI, solved.scale_EOG).to(weight_EJH.dtype)
-            if self.recipe.propagate_error
-            else weight_EJH
-        )
         for index, expert in enumerate(experts):
-            self._gate_up[expert] = used_EJH[index]
-            self._down_sums[expert] = gram(gated_activation(self._tokens(expert), used_EJH[index]))
+            self._gate_up[expert] = self._used(weight_EJH, solved, index)
+            self._down_sums[expert] = gram(gated_activation(self._tokens(expert), self._gate_up[expert]()))
+
+    def _used(self, weight_EOC: Tensor, solved: SolvedBatch, index: int) -> Callable[[], Tensor]:
+        """Gives the weights that the next module's input is computed with; codes take half the memory of weights."""
+        if not self.recipe.propagate_error:
+            return lambda: weight_EOC[index]
+        codes_OC, scale_OG, dtype = solved.codes_EOI[index], solved.scale_EOG[index], weight_EOC.dtype
+        return lambda: from_codes(codes_OC, scale_OG).to(dtype)
 
     def _pooled_down(self) -> Tensor | None:
         """Mean second moment of down's inputs over all experts' tokens."""
@@ -131,22 +138,18 @@ class LayerSolver:
         self._record(experts, batch, solved, {"down_proj": slice(None)})
         if self.capture is None:
             return
-        used_EHI = (
-            from_codes(solved.codes_EOI, solved.scale_EOG).to(weight_EHI.dtype)
-            if self.recipe.propagate_error
-            else weight_EHI
-        )
         for index, expert in enumerate(experts):
-            self._add_output(expert, used_EHI[index])
+            self._add_output(expert, self._used(weight_EHI, solved, index)())
 
     def _add_output(self, expert: int, down_HI: Tensor) -> None:
         assert self.capture is not None and self._solved.output_TH is not None
         routing = self.capture.routing
-        hidden_TI = gated_activation(self._tokens(expert), self._gate_up.pop(expert))
-        weighted_TH = F.linear(hidden_TI, down_HI).float() * routing.weight_R[routing.rows(expert)].float().unsqueeze(
-            -1
-        )
-        self._solved.output_TH.index_add_(0, routing.token_R[routing.rows(expert)], weighted_TH)
+        hidden_TI = gated_activation(self._tokens(expert), self._gate_up.pop(expert)())
+        weight_T1 = routing.weight_R[routing.rows(expert)].float().unsqueeze(-1)
+        token_T = routing.token_R[routing.rows(expert)]
+        output_TH = F.linear(hidden_TI, down_HI).float().mul_(weight_T1)
+        # A token goes to an expert once, so this is a sum without collisions; `index_add_` would use slow atomics.
+        self._solved.output_TH[token_T] = output_TH.add_(self._solved.output_TH[token_T])
 
     def _record(self, experts: range, batch: SolverBatch, solved: SolvedBatch, rows: dict[str, slice]) -> None:
         """Pack each projection and note its errors."""
@@ -155,11 +158,12 @@ class LayerSolver:
         output_errors = None
         if batch.hessian_EII is not None:
             output_errors = _row_energy(delta_EOC, batch.hessian_EII), _row_energy(batch.weight_EOI, batch.hessian_EII)
+        packed = pack_batch(solved.codes_EOI, solved.scale_EOG)
         for index, expert in enumerate(experts):
             tokens = None if self.capture is None else self.capture.routing.count(expert)
             for projection, part in rows.items():
                 name = self.module_name(expert, projection)
-                self._solved.tensors |= pack_module(name, solved.codes_EOI[index, part], solved.scale_EOG[index, part])
+                self._solved.tensors |= packed.module(name, index, part)
                 self._solved.results.append(
                     ModuleResult(
                         name=name,
@@ -174,8 +178,16 @@ class LayerSolver:
 
 
 def _row_energy(matrix_EOC: Tensor, moment_ECC: Tensor | None) -> Tensor:
-    """Per row, its square under the second moment of the input (or the plain square): [E, O] on the host."""
-    other = matrix_EOC if moment_ECC is None else torch.bmm(matrix_EOC, moment_ECC)
+    """Per row, its square under the second moment of the input (or the plain square): [E, O] on the host.
+
+    On a GPU the product is in BF16: a report needs no more digits, and float32 would cost as much as solving.
+    """
+    if moment_ECC is None:
+        other = matrix_EOC
+    elif matrix_EOC.is_cuda:
+        other = torch.bmm(matrix_EOC.bfloat16(), moment_ECC.bfloat16(), out_dtype=torch.float32)
+    else:
+        other = torch.bmm(matrix_EOC, moment_ECC)
     return (matrix_EOC * other).sum(dim=-1).cpu()
 
 

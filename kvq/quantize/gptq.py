@@ -10,6 +10,7 @@ from kvq.errors import QuantizationError
 from kvq.quantize.llmcompressor_backend import gptq_sweep
 from kvq.quantize.qparams import find_scales, to_codes
 from kvq.quantize.refine import refine
+from kvq.quantize.sweep import dampened, ldl_sweep
 from kvq.quantize.types import Outcome, SolvedBatch, SolverBatch
 from kvq.recipes.schema import Recipe
 
@@ -25,24 +26,16 @@ def solve_gptq(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
     scale_EOG = find_scales(batch.weight_EOI, importance_EI, recipe)
     codes_EOI = to_codes(batch.weight_EOI, scale_EOG)
     dampening = _sweep_until_solved(batch, codes_EOI, scale_EOG, recipe)
-    solved_E = torch.tensor([value > 0 for value in dampening], device=codes_EOI.device)
     outcomes: list[Outcome] = ["solved" if value > 0 else "hessian_not_positive_definite" for value in dampening]
-    if recipe.refinement_passes and bool(solved_E.any()):
-        hessian = _dampened(batch.hessian_EII, dampening)[solved_E]
-        codes_EOI[solved_E], scale_EOG[solved_E] = refine(
-            batch.weight_EOI[solved_E], codes_EOI[solved_E], scale_EOG[solved_E], hessian, recipe.refinement_passes,
+    if recipe.refinement_passes and any(dampening):
+        # A slice where all were solved: no copies of large tensors.
+        chosen = torch.nonzero(torch.tensor(dampening)).flatten().tolist() if not all(dampening) else slice(None)
+        hessian = dampened(batch.hessian_EII[chosen], [value for value in dampening if value > 0])
+        codes_EOI[chosen], scale_EOG[chosen] = refine(
+            batch.weight_EOI[chosen], codes_EOI[chosen], scale_EOG[chosen], hessian, recipe.refinement_passes,
             recipe.block_size,
         )  # fmt: skip
     return SolvedBatch(codes_EOI, scale_EOG, tuple(outcomes), tuple(dampening))
-
-
-def _dampened(hessian_EII: Tensor, dampening: list[float]) -> Tensor:
-    """Dampening times the mean diagonal added to the diagonal, as the sweep does before it factorizes."""
-    dampened = hessian_EII.clone()
-    diagonal_EI = dampened.diagonal(dim1=-2, dim2=-1)
-    fraction_E = torch.tensor(dampening, dtype=dampened.dtype, device=dampened.device)
-    diagonal_EI += (fraction_E * diagonal_EI.mean(dim=-1)).unsqueeze(-1)
-    return dampened
 
 
 def _sweep_until_solved(batch: SolverBatch, codes_EOI: Tensor, scale_EOG: Tensor, recipe: Recipe) -> list[float]:
@@ -72,8 +65,9 @@ def _sweep(
     weight, hessian, scale = (
         value if everything else value[open_E] for value in (batch.weight_EOI, batch.hessian_EII, scale_EOG)
     )
-    quantized, failed = gptq_sweep(weight, hessian, scale, recipe, dampening_frac)
-    if not bool(torch.isfinite(quantized).all()):
+    sweep = ldl_sweep if weight.is_cuda else gptq_sweep
+    quantized, failed = sweep(weight, hessian, scale, recipe, dampening_frac)
+    if not bool(torch.isfinite(quantized[~failed]).all()):
         raise QuantizationError(
             f"GPTQ gave NaN or Inf at dampening_frac {dampening_frac}; the activations or weights are extreme. "
             "Raise dampening_frac with --set, or use --set solver=rtn."

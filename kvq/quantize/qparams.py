@@ -49,6 +49,13 @@ def find_scales(weight_EOI: Tensor, importance_EI: Tensor | None, recipe: Recipe
     base_EOG = groups.abs().amax(dim=-1) / HALF_RANGE
     if recipe.scale_search == "minmax":
         return storable(base_EOG)
+    if weight_EOI.is_cuda:
+        from kvq.quantize import triton_kernels
+
+        ones_EI = torch.ones(weight_EOI.shape[0], weight_EOI.shape[2], device=weight_EOI.device)
+        importance_EI = ones_EI if importance_EI is None else importance_EI
+        limits = (CODE_MIN, CODE_MAX)
+        return triton_kernels.search_scales(weight_EOI, importance_EI, SHRINK_FACTORS, recipe.group_size, limits)
     importance = None if importance_EI is None else grouped(importance_EI.unsqueeze(1), recipe.group_size)
     best_scale = storable(base_EOG)
     best_error = torch.full_like(base_EOG, torch.inf)

@@ -5,77 +5,94 @@ again, each given all others, can only lower the same output error
 sum over rows of (q - w) H (q - w)^T. On the three trained test checkpoints two passes took 3 to 8 % off the mean KL
 (benchmarks/2026-11-29_h200_solver-choices.md).
 
-Shape suffixes: E = matrices, O = out_features, I = in_features, G = groups, B = columns of a block.
+A pass goes over blocks of columns. With the pull p = (q - w) H / diag(H), the best real value of column k is q_k - p_k
+given all others, and the best scale of a group follows from p alone. Every change e = old - new of the values lowers
+later pulls by e M, M_jk = H_jk / H_kk, which is what `rounding.py` needs to know.
+
+Shape suffixes: E = matrices, O = out_features, I = in_features, G = groups, W = columns of a block, C = columns of a
+group.
 """
 
 import torch
 from torch import Tensor
 
-from kvq.quantize.qparams import CODE_MAX, CODE_MIN, from_codes
+from kvq.quantize.qparams import from_codes
+from kvq.quantize.rounding import Grid, round_block, tensor_core_products
+
+MAX_BLOCK = 128  # a block's products are kept in the GPU's shared memory
 
 
 def refine(
     weight_EOI: Tensor, codes_EOI: Tensor, scale_EOG: Tensor, hessian_EII: Tensor, passes: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Better codes and BF16 scales; `hessian_EII` must have a positive diagonal. Nothing is changed in place."""
+    codes_EOI, scale_EOG = codes_EOI.clone(memory_format=torch.contiguous_format), scale_EOG.float().contiguous()
+    diagonal_EI = hessian_EII.diagonal(dim1=-2, dim2=-1)
+    columns, size = weight_EOI.shape[-1], weight_EOI.shape[-1] // scale_EOG.shape[-1]
+    group_I = torch.arange(columns, device=weight_EOI.device, dtype=torch.int32) // size
+    grid = Grid(scale_EOG, group_I.expand_as(diagonal_EI), hessian_EII / diagonal_EI.unsqueeze(1))
+    block_size = max(size, min(block_size, MAX_BLOCK))
     for _ in range(passes):
-        scale_EOG = refit_scales(weight_EOI, codes_EOI, scale_EOG, hessian_EII)
-        codes_EOI = descend_codes(weight_EOI, codes_EOI, scale_EOG, hessian_EII, block_size)
-    return codes_EOI, scale_EOG
+        one = _Pass(weight_EOI, codes_EOI, grid, diagonal_EI)
+        for start in range(0, columns, block_size):
+            one.block(slice(start, min(start + block_size, columns)))
+    return codes_EOI, scale_EOG.to(torch.bfloat16)
 
 
-def refit_scales(weight_EOI: Tensor, codes_EOI: Tensor, scale_EOG: Tensor, hessian_EII: Tensor) -> Tensor:
-    """Each group's scale, in turn, moves to its least-squares value given all others, if BF16 rounding lets it gain."""
-    size = weight_EOI.shape[-1] // scale_EOG.shape[-1]
-    scale = scale_EOG.float()
-    residual = from_codes(codes_EOI, scale_EOG) - weight_EOI
-    for group in range(scale.shape[-1]):
-        part = slice(group * size, (group + 1) * size)
-        code = codes_EOI[:, :, part].float()
-        slope = (torch.bmm(residual, hessian_EII[:, :, part]) * code).sum(dim=-1)
-        curvature = (torch.bmm(code, hessian_EII[:, part, part]) * code).sum(dim=-1)
-        old = scale[:, :, group]
-        best = torch.where(curvature > 0, old - slope / curvature, old)
-        new = best.to(torch.bfloat16).float()
-        new = torch.where((new > 0) & ((new - best).abs() < (old - best).abs()), new, old)
-        residual[:, :, part] += code * (new - old).unsqueeze(-1)
-        scale[:, :, group] = new
-    return scale.to(torch.bfloat16)
+class _Pass:
+    """One pass: codes and float32 scales are changed in place, block after block."""
 
+    def __init__(self, weight_EOI: Tensor, codes_EOI: Tensor, grid: Grid, diagonal_EI: Tensor) -> None:
+        self.codes_EOI, self.grid, self.diagonal_EI = codes_EOI, grid, diagonal_EI
+        with tensor_core_products():
+            self.pull_EOI = torch.bmm(from_codes(codes_EOI, grid.scale_EOG).sub_(weight_EOI), grid.feedback_EII)
+        self.change_EOI = torch.empty_like(self.pull_EOI)
 
-def descend_codes(
-    weight_EOI: Tensor, codes_EOI: Tensor, scale_EOG: Tensor, hessian_EII: Tensor, block_size: int
-) -> Tensor:
-    """Each code, column by column, moves to the value that is best given all others.
+    def block(self, part: slice) -> None:
+        """Scales, then codes of the columns of a block, given everything before."""
+        pull_EOW = self.pull_EOI[:, :, part]
+        if part.start:
+            earlier = slice(0, part.start)
+            feedback = self.grid.feedback_EII[:, earlier, part]
+            with tensor_core_products():
+                pull_EOW = torch.baddbmm(pull_EOW, self.change_EOI[:, :, earlier], feedback, alpha=-1)
+        target_EOW, base_EOW, refit_EOW = self._refit_scales(pull_EOW, part)
+        round_block(target_EOW, base_EOW, self.grid, self.codes_EOI, self.change_EOI, part)
+        self.change_EOI[:, :, part] += refit_EOW
 
-    With gradient g = (q - w) H the best real value of column j is q_j - g_j / H_jj; on a line the nearest code to the
-    minimum of a parabola is the best code. Changes reach the columns of the same block at once, the others block-wise.
-    """
-    columns = weight_EOI.shape[-1]
-    codes_EIO = codes_EOI.transpose(1, 2).contiguous()
-    scale_EIO = scale_EOG.float().transpose(1, 2).repeat_interleave(columns // scale_EOG.shape[-1], dim=1)
-    gradient_EIO = torch.bmm(hessian_EII, codes_EIO.float() * scale_EIO - weight_EOI.transpose(1, 2))
-    for start in range(0, columns, block_size):
-        part = slice(start, min(start + block_size, columns))
-        change_EBO = _descend_block(
-            codes_EIO[:, part], scale_EIO[:, part], gradient_EIO[:, part].clone(), hessian_EII[:, part, part]
+    def _refit_scales(self, pull_EOW: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Moves each scale to its least-squares value, if BF16 rounding lets it gain. Gives the best values of the
+        block, its values, and what the moves changed them by."""
+        if pull_EOW.is_cuda:
+            from kvq.quantize import triton_kernels
+
+            return triton_kernels.refit_block(
+                pull_EOW, self.codes_EOI, self.grid.scale_EOG, self.diagonal_EI, self.grid.feedback_EII, part.start
+            )
+        size = self.codes_EOI.shape[-1] // self.grid.scale_EOG.shape[-1]
+        code_EOW = self.codes_EOI[:, :, part].float()
+        change_EOW = torch.zeros_like(code_EOW)
+        for group in range(part.start // size, part.stop // size):
+            columns = slice(group * size, (group + 1) * size)
+            inside = slice(columns.start - part.start, columns.stop - part.start)
+            change_EOC = self._refit_scale(group, columns, pull_EOW[:, :, inside])
+            change_EOW[:, :, inside] = change_EOC
+            pull_EOW = torch.baddbmm(pull_EOW, change_EOC, self.grid.feedback_EII[:, columns, part], alpha=-1)
+        base_EOW = from_codes(
+            self.codes_EOI[:, :, part], self.grid.scale_EOG[:, :, part.start // size : part.stop // size]
         )
-        gradient_EIO.baddbmm_(hessian_EII[:, :, part], change_EBO)
-    return codes_EIO.transpose(1, 2).contiguous()
+        return base_EOW - pull_EOW, base_EOW, change_EOW
 
-
-def _descend_block(codes_EBO: Tensor, scale_EBO: Tensor, gradient_EBO: Tensor, hessian_EBB: Tensor) -> Tensor:
-    """Columns of one block, in turn: codes in place, the change of the quantized values as result.
-
-    Everything is transposed here, so that a column's values lie together in memory.
-    """
-    before_EBO = codes_EBO.float()
-    for column in range(codes_EBO.shape[1]):
-        scale_EO = scale_EBO[:, column]
-        pull_EO = gradient_EBO[:, column] / hessian_EBB[:, column, column, None]
-        code_EO = torch.round(before_EBO[:, column] - pull_EO / scale_EO).clamp_(CODE_MIN, CODE_MAX)
-        step_EO = (code_EO - before_EBO[:, column]) * scale_EO
-        codes_EBO[:, column] = code_EO.to(torch.int8)
-        later = slice(column + 1, None)
-        gradient_EBO[:, later].addcmul_(hessian_EBB[:, later, column, None], step_EO.unsqueeze(1))
-    return (codes_EBO.float() - before_EBO) * scale_EBO
+    def _refit_scale(self, group: int, columns: slice, pull_EOC: Tensor) -> Tensor:
+        """One group's scale, and what its move changes the group's values by."""
+        code_EOC = self.codes_EOI[:, :, columns].float()
+        weighted_EOC = code_EOC * self.diagonal_EI[:, None, columns]
+        slope_EO = (pull_EOC * weighted_EOC).sum(dim=-1)
+        curvature_EO = (torch.bmm(code_EOC, self.grid.feedback_EII[:, columns, columns]) * weighted_EOC).sum(dim=-1)
+        old_EO = self.grid.scale_EOG[:, :, group].clone()
+        best_EO = torch.where(curvature_EO > 0, old_EO - slope_EO / curvature_EO, old_EO)
+        new_EO = best_EO.to(torch.bfloat16).float()
+        gains = (new_EO > 0) & ((new_EO - best_EO).abs() < (old_EO - best_EO).abs())
+        new_EO = torch.where(gains, new_EO, old_EO)
+        self.grid.scale_EOG[:, :, group] = new_EO
+        return code_EOC * (old_EO - new_EO).unsqueeze(-1)

@@ -78,7 +78,7 @@ def test_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_nothing_under_the_final_name_before_publish(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with CheckpointWriter(out) as writer:
-        writer.add_shard("model.safetensors", TENSORS)
+        writer.add_shard("model.safetensors", dict(TENSORS))
         writer.add_index()
         assert not out.exists() and (tmp_path / "out.partial" / "model.safetensors").exists()
         writer.publish()
@@ -88,7 +88,7 @@ def test_nothing_under_the_final_name_before_publish(tmp_path: Path) -> None:
 
 def test_error_inside_leaves_no_output(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), CheckpointWriter(tmp_path / "out") as writer:
-        writer.add_shard("model.safetensors", TENSORS)
+        writer.add_shard("model.safetensors", dict(TENSORS))
         raise ZeroDivisionError
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial"]
 
@@ -139,7 +139,7 @@ def test_a_tensor_is_written_once(tmp_path: Path) -> None:
 
 def test_failure_of_the_safetensors_library_is_an_output_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="writing failed"), CheckpointWriter(tmp_path / "out") as writer:
-        writer.add_shard("no-such-folder/model.safetensors", TENSORS)
+        writer.add_shard("no-such-folder/model.safetensors", dict(TENSORS))
     assert not (tmp_path / "out").exists()
 
 

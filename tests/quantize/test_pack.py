@@ -5,9 +5,16 @@ Shape suffixes: O = out_features, I = in_features, G = groups.
 
 import pytest
 import torch
+from torch import Tensor
 
-from kvq.quantize.pack import pack_module
+from kvq.quantize.pack import pack_batch
 from tests import reference
+
+
+def pack_module(name: str, codes_OI: Tensor, scale_OG: Tensor) -> dict[str, Tensor]:
+    """The second of three equal matrices, all its rows."""
+    packed = pack_batch(codes_OI.expand(3, -1, -1), scale_OG.expand(3, -1, -1))
+    return packed.module(name, 1, slice(None))
 
 
 def test_golden_words() -> None:
@@ -53,7 +60,7 @@ def test_packing_equals_reference_both_ways(rows: int, columns: int) -> None:
 def test_rows_of_a_stack_are_packed_whole() -> None:
     codes_OI = torch.randint(-8, 8, (6, 64), generator=torch.Generator().manual_seed(1)).to(torch.int8)
     scale_OG = torch.arange(1, 13).reshape(6, 2).to(torch.bfloat16)
-    tensors = pack_module("m", codes_OI[2:4], scale_OG[2:4])
+    tensors = pack_batch(codes_OI.unsqueeze(0), scale_OG.unsqueeze(0)).module("m", 0, slice(2, 4))
     assert torch.equal(reference.unpack(tensors["m.weight_packed"]), codes_OI[2:4])
     assert tensors["m.weight_scale"].tolist() == [[5, 6], [7, 8]]
 

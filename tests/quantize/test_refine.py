@@ -3,14 +3,15 @@
 Shape suffixes: E = matrices, O = out_features, I = in_features, G = groups.
 """
 
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvq.quantize.qparams import find_scales, to_codes
-from kvq.quantize.refine import descend_codes, refine, refit_scales
+from kvq.quantize.refine import refine
 from tests import reference
 from tests.quantize.problems import batch, moments, recipe
 
@@ -42,42 +43,53 @@ def best_code(w_I: Tensor, codes_I: Tensor, scale_I: Tensor, hessian_II: Tensor,
     return errors.index(first) + reference.CODE_MIN, (second - first) / first
 
 
+def expect_best_scale(row: "Row", group: int, found: float) -> None:
+    """The neighbours of a BF16 number are 2^-8 to 2^-7 of it away; none of them, and not the old scale, does better."""
+    errors = []
+    for scale in (found, float(row.scale_G[group]), found * (1 - 2**-7), found * (1 + 2**-7)):
+        tried_G = row.scale_G.clone()
+        tried_G[group] = scale
+        delta_I = row.codes_I * tried_G.repeat_interleave(GROUP_SIZE) - row.w_I
+        errors.append(float(delta_I @ row.hessian_II @ delta_I))
+    assert errors[0] <= min(errors) * (1 + 1e-5)
+
+
+def expect_best_code(row: "Row", column: int, found: int) -> None:
+    scale_I = row.scale_G.repeat_interleave(GROUP_SIZE)
+    code, lead = best_code(row.w_I, row.codes_I, scale_I, row.hessian_II, column)
+    assert found == code or lead < 1e-5
+
+
+@dataclass
+class Row:
+    """One row of one matrix in float64, as far as a pass has come."""
+
+    w_I: Tensor
+    codes_I: Tensor
+    scale_G: Tensor
+    hessian_II: Tensor
+
+
 @pytest.mark.parametrize("block_size", [32, 64, 128])
-def test_each_code_is_the_best_given_all_others(block_size: int) -> None:
+def test_each_scale_and_each_code_is_the_best_given_all_others(block_size: int) -> None:
+    """One pass: of each block the scales in turn, then the codes in turn, all else being as it is at that moment."""
     w_EOI, codes_EOI, scale_EOG, hessian_EII = started()
-    found_EOI = descend_codes(w_EOI, codes_EOI, scale_EOG, hessian_EII, block_size)
-    assert found_EOI.dtype == torch.int8
-    assert not torch.equal(found_EOI, codes_EOI)
-    for matrix in range(w_EOI.shape[0]):
-        hessian_II = hessian_EII[matrix].double()
-        for row in range(w_EOI.shape[1]):
-            scale_I = scale_EOG[matrix, row].double().repeat_interleave(GROUP_SIZE)
-            now_I = codes_EOI[matrix, row].double()
-            for column in range(COLUMNS):
-                code, lead = best_code(w_EOI[matrix, row].double(), now_I, scale_I, hessian_II, column)
-                found = int(found_EOI[matrix, row, column])
-                assert found == code or lead < 1e-5
-                now_I[column] = found
-
-
-def test_each_scale_is_the_best_given_all_others() -> None:
-    w_EOI, codes_EOI, scale_EOG, hessian_EII = started()
-    found_EOG = refit_scales(w_EOI, codes_EOI, scale_EOG, hessian_EII)
-    assert found_EOG.dtype == torch.bfloat16
-    assert not torch.equal(found_EOG, scale_EOG)
-    for matrix in range(w_EOI.shape[0]):
-        for row in range(w_EOI.shape[1]):
-            now_1G = scale_EOG[matrix, row : row + 1].clone()
-            for group in range(now_1G.shape[1]):
-                found, before = (float(scales[matrix, row, group]) for scales in (found_EOG, scale_EOG))
-                errors = []
-                # The neighbours of a BF16 number are 2^-8 to 2^-7 of it away.
-                for scale in (found, before, found * (1 - 2**-7), found * (1 + 2**-7)):
-                    now_1G[0, group] = scale
-                    delta_1I = reference.dequantize(codes_EOI[matrix, row : row + 1], now_1G) - w_EOI[matrix, row]
-                    errors.append(reference.output_error(delta_1I, hessian_EII[matrix]))
-                assert errors[0] <= min(errors) * (1 + 1e-5)
-                now_1G[0, group] = found
+    found_EOI, found_EOG = refine(w_EOI, codes_EOI, scale_EOG, hessian_EII, 1, block_size)
+    assert found_EOI.dtype == torch.int8 and found_EOG.dtype == torch.bfloat16
+    assert not torch.equal(found_EOI, codes_EOI) and not torch.equal(found_EOG, scale_EOG)
+    for matrix, out in product(range(w_EOI.shape[0]), range(w_EOI.shape[1])):
+        parts = (w_EOI[matrix, out], codes_EOI[matrix, out], scale_EOG[matrix, out], hessian_EII[matrix])
+        row = Row(*(part.double() for part in parts))
+        for start in range(0, COLUMNS, block_size):
+            stop = min(start + block_size, COLUMNS)
+            for group in range(start // GROUP_SIZE, stop // GROUP_SIZE):
+                found_scale = float(found_EOG[matrix, out, group])
+                expect_best_scale(row, group, found_scale)
+                row.scale_G[group] = found_scale
+            for column in range(start, stop):
+                found = int(found_EOI[matrix, out, column])
+                expect_best_code(row, column, found)
+                row.codes_I[column] = found
 
 
 def test_passes_never_raise_the_error_and_come_to_rest() -> None:
@@ -103,6 +115,6 @@ def test_nothing_is_changed_in_place() -> None:
 def test_group_of_zeros_stays() -> None:
     w_EOI, codes_EOI, scale_EOG, hessian_EII = started()
     w_EOI[:, 1, :GROUP_SIZE], codes_EOI[:, 1, :GROUP_SIZE], scale_EOG[:, 1, 0] = 0, 0, 1
-    found_EOG = refit_scales(w_EOI, codes_EOI, scale_EOG, hessian_EII)
+    _, found_EOG = refine(w_EOI, codes_EOI, scale_EOG, hessian_EII, 1, 32)
     assert bool((found_EOG[:, 1, 0] == 1).all())
     assert bool((found_EOG > 0).all())

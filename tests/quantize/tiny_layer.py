@@ -4,7 +4,7 @@ Shape suffixes: T = tokens, H = hidden size, I = expert width, J = 2 I, E = expe
 O = rows of a projection.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvq.calibration.experts import sort_by_expert
 from kvq.quantize import experts as experts_module
+from kvq.quantize.chunks import expert_chunks
 from kvq.quantize.experts import Capture, LayerSolver, SolvedLayer
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.types import SolvedBatch, SolverBatch
@@ -49,6 +50,9 @@ class TinyLayer:
         assert layer == 7
         return self.down_EHI[experts.start : experts.stop].clone()
 
+    def read_ahead(self, layer: int, experts: range, projections: Sequence[str]) -> None:
+        assert layer == 7
+
     def tokens(self, expert: int) -> Tensor:
         """[T, H] of the tokens routed to an expert."""
         return self.x_TH[(self.expert_TK == expert).any(dim=1)]
@@ -60,7 +64,8 @@ class TinyLayer:
         routing = sort_by_expert(self.expert_TK, self.weight_TK, NUM_EXPERTS)
         capture = Capture(self.x_TH, routing) if with_data else None
         solver = LayerSolver(
-            self, recipe, 7, NUM_EXPERTS, lambda expert, projection: f"e{expert}.{projection}",
+            self, recipe, 7, NUM_EXPERTS, expert_chunks(NUM_EXPERTS, "cpu", 2 * INTER, HIDDEN),
+            lambda expert, projection: f"e{expert}.{projection}",
             torch.device("cpu"), capture, lambda text: None,
         )  # fmt: skip
         return solver.solve()

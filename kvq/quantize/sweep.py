@@ -1,0 +1,93 @@
+"""The GPTQ sweep on a GPU, from one factorization and without an inverse.
+
+GPTQ's column updates with the inverse Hessian's Cholesky factor give the same codes as LDLQ's feedback
+(https://arxiv.org/abs/2307.13304, theorem 6): with H = (I + M) D (I + M)^T, M strictly upper triangular,
+
+    code_k = nearest((w_k + sum over j < k of (w_j - rounded_j) M_jk) / scale_k)
+
+M is read off the Cholesky factor of H with both axes reversed. One factorization is a third of the work of
+llm-compressor's three (factor, inverse, factor), and the feedback is plain matrix products. Measured on an H200 beside
+llm-compressor's `quantize_weight`: benchmarks/2026-11-29_h200_real-size-layer.md.
+
+Shape suffixes: E = matrices, O = out_features, I = in_features (in the order of the sweep), G = groups, B = columns of
+a block.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvq.quantize.rounding import round_columns
+from kvq.recipes.schema import Recipe
+
+FACTOR_BLOCK = 512
+
+
+def ldl_sweep(
+    weight_EOI: Tensor, hessian_EII: Tensor, scale_EOG: Tensor, recipe: Recipe, dampening_frac: float
+) -> tuple[Tensor, Tensor]:
+    """Fake-quantized weights [E, O, I] in float32, and for each matrix whether its Hessian was not positive definite
+    (its weights then mean nothing). The arguments are not changed.
+    """
+    matrices, rows, columns = weight_EOI.shape
+    natural_EI = torch.arange(columns, device=weight_EOI.device).expand(matrices, -1)
+    diagonal_EI = hessian_EII.diagonal(dim1=-2, dim2=-1)
+    order_EI = natural_EI
+    if recipe.actorder == "static":
+        order_EI = torch.argsort(diagonal_EI, dim=-1, descending=True, stable=True)
+    reversed_EII = dampened(_permuted(hessian_EII, order_EI.flip(-1)), [dampening_frac] * matrices)
+    feedback_EII, failed_E = feedback_of(reversed_EII)
+    order_EOI = order_EI.unsqueeze(1).expand(-1, rows, -1)
+    group_EI = (order_EI // (columns // scale_EOG.shape[2])).to(torch.int32)
+    ordered_EOI = weight_EOI.gather(2, order_EOI)
+    _, error_EOI = round_columns(ordered_EOI, ordered_EOI, scale_EOG, group_EI, feedback_EII, recipe.block_size)
+    return torch.empty_like(weight_EOI).scatter_(2, order_EOI, ordered_EOI.sub_(error_EOI)), failed_E
+
+
+def dampened(hessian_EII: Tensor, dampening: Sequence[float]) -> Tensor:
+    """A copy with dampening times the mean diagonal added to the diagonal."""
+    copy = hessian_EII.clone()
+    diagonal_EI = copy.diagonal(dim1=-2, dim2=-1)
+    fraction_E = torch.tensor(dampening, dtype=copy.dtype, device=copy.device)
+    diagonal_EI += (fraction_E * diagonal_EI.mean(dim=-1)).unsqueeze(-1)
+    return copy
+
+
+def _permuted(hessian_EII: Tensor, order_EI: Tensor) -> Tensor:
+    """Both axes of each matrix in the given order."""
+    columns = order_EI.shape[1]
+    rows_EII = hessian_EII.gather(1, order_EI.unsqueeze(2).expand(-1, -1, columns))
+    return rows_EII.gather(2, order_EI.unsqueeze(1).expand(-1, columns, -1))
+
+
+def feedback_of(reversed_EII: Tensor) -> tuple[Tensor, Tensor]:
+    """M [E, I, I] of matrices given in reversed order (changed in place), and which could not be factorized."""
+    lower_EII, failed_E = cholesky_in_blocks(reversed_EII, FACTOR_BLOCK)
+    upper_EII = lower_EII.flip(1, 2)
+    return upper_EII.div_(upper_EII.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(1)).triu_(1), failed_E
+
+
+def cholesky_in_blocks(matrix_EII: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Lower Cholesky factors of all matrices at once, in place (what lies above the diagonal is left as it was), and
+    which matrices are not positive definite.
+
+    A batch of large matrices is factorized one by one by the vendor's library. In blocks, nearly all of the work is
+    products over the whole batch (left-looking; Golub and Van Loan, Matrix Computations, 4.2.5).
+    """
+    columns = matrix_EII.shape[1]
+    failed_E = torch.zeros(matrix_EII.shape[0], dtype=torch.bool, device=matrix_EII.device)
+    for start in range(0, columns, block):
+        stop = min(start + block, columns)
+        panel_EIB = matrix_EII[:, start:, start:stop]
+        if start:
+            done_EIB = matrix_EII[:, start:, :start]
+            panel_EIB.baddbmm_(done_EIB, done_EIB[:, : stop - start].mT, alpha=-1)
+        factor_EBB, info_E = torch.linalg.cholesky_ex(panel_EIB[:, : stop - start])
+        failed_E |= info_E != 0
+        panel_EIB[:, : stop - start] = factor_EBB
+        if stop < columns:
+            identity_BB = torch.eye(stop - start, device=matrix_EII.device).expand_as(factor_EBB)
+            inverse_EBB = torch.linalg.solve_triangular(factor_EBB, identity_BB, upper=False)
+            panel_EIB[:, stop - start :] = torch.bmm(panel_EIB[:, stop - start :], inverse_EBB.mT)
+    return matrix_EII, failed_E
