@@ -152,7 +152,7 @@ def copy_with_scales(reader: CheckpointReader, facts: ModelFacts, choice: Chosen
             writer.copy_file(reader.folder, Path(shard))
         writer.weight_map = {name: info.shard for name, info in reader.index.tensors.items()}
         writer.total_size = reader.index.total_bytes
-        writer.add_shard(SCALES_SHARD, tensors)
+        writer.add_shard(SCALES_SHARD, dict(tensors))  # it empties what it is given
         for path in reader.side_files():
             if path.name not in ("config.json", MANIFEST_NAME) and path.parts[0] not in ("serving", "kvq-reports"):
                 writer.copy_file(reader.folder, path)
@@ -187,7 +187,7 @@ class KvStage:
 
     def add_tensors(self, writer: CheckpointWriter) -> None:
         if self.tensors:
-            writer.add_shard(SCALES_SHARD, self.tensors)
+            writer.add_shard(SCALES_SHARD, dict(self.tensors))  # it empties what it is given
 
     def announced(self, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
         """The quantization_config, with a scheme where scales are delivered."""
