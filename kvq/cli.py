@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvq import __version__
+from kvq.commands.calibrate_kv import calibrate_kv
 from kvq.commands.card import card
 from kvq.commands.coverage import coverage
 from kvq.commands.doctor import doctor
@@ -27,8 +28,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
 ))  # fmt: skip
 COMMANDS = (
-    quantize, models, verify, evaluate, tasks, tool_calls, card, plan, inspect, coverage, serve_config, download,
-    upload, doctor,
+    quantize, models, verify, evaluate, calibrate_kv, tasks, tool_calls, card, plan, inspect, coverage, serve_config,
+    download, upload, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

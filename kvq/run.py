@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvq.calibration.activations import ActivationStore
 from kvq.calibration.dataset import TokenSet
 from kvq.calibration.experts import RoutingRecorder, sort_by_expert
 from kvq.calibration.forward import ModelRunner
+from kvq.calibration.kv_hook import install_kv_hook
+from kvq.calibration.kv_stats import KvStatistics
 from kvq.calibration.rows import Place
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.desk import WritingDesk
@@ -25,6 +27,7 @@ from kvq.checkpoint.source import Source
 from kvq.checkpoint.unchanged import SourceWatch
 from kvq.checkpoint.writer import CheckpointWriter, dump_json
 from kvq.errors import CalibrationError, OutputError, QuantizationError, StoppedError
+from kvq.publish.kv_run import KvStage, kv_stage
 from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, printable
 from kvq.publish.plan_report import output_kinds
 from kvq.publish.serve import default_serving
@@ -81,6 +84,7 @@ class Run:
     results: list[ModuleResult] = field(default_factory=list)
     tokens: TokenSet | None = None
     stop: StopRequest | None = None
+    kv: KvStatistics | None = None
     desk: WritingDesk = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,6 +116,10 @@ class Run:
         total = facts.num_layers + facts.num_mtp_layers
         self.results = step_results(journal)
         store = None if self.tokens is None else runner.embed(self._own_tokens())
+        if store is not None and self.plan.recipe.kv_scales == "calibrate":
+            self.kv = KvStatistics(facts.arch.attention)
+            for step in journal.steps:
+                self.kv.load(step.kv)
         if store is not None and journal.steps and journal.steps[-1].state is not None:
             store.restore(journal.load_state())
         if not journal.steps:
@@ -178,6 +186,7 @@ class Run:
             results=[asdict(result) for result in solved.results],
             state=None if kept is None else journal.state_name(number),
             resumable=kept is store,
+            kv={} if self.kv is None else self.kv.as_dict([number - 1]),
         )
         journal.finish_step(step, None if kept is None else kept.state())
 
@@ -218,7 +227,9 @@ class Run:
 
     def _forward(self, runner: ModelRunner, layer: int, store: ActivationStore) -> Capture | None:
         recorder = RoutingRecorder()
-        module: nn.Module = runner.build_layer(layer, recorder)
+        module = runner.build_layer(layer, recorder)
+        if self.kv is not None:
+            install_kv_hook(module.self_attn, self.kv.attention, layer, self.kv.observe)
         runner.run(module, layer, store)
         if layer not in self.plan.facts.moe_layers:
             return None
@@ -256,6 +267,7 @@ class Run:
         """Side files, index, config, manifest; then the folder's name. Rank 0 does it when all ranks have written."""
         reader, plan, ranks = self.prepared.reader, self.plan, self.prepared.ranks
         ranks.gather(None)
+        kv = None if self.kv is None else self.kv.of_all(ranks)
         if not ranks.first:
             return {}
         for steps in journal.all_steps()[1:]:
@@ -263,16 +275,22 @@ class Run:
                 self.writer.note_step(step)
         for path in self.prepared.side_files:
             self.writer.copy_file(reader.folder, path, RENAMED_SIDE_FILES.get(str(path)))
+        stage = KvStage() if kv is None else kv_stage(plan.facts, kv, self.tokens, self.prepared.target)
+        stage.add_tensors(self.writer)
         if plan.quantization_config is None:
             self.writer.copy_file(reader.folder, Path("config.json"))
         else:
-            config = output_config(reader.config, plan.quantization_config, plan.facts.arch.text_config)
+            config = output_config(
+                reader.config, stage.announced(plan.quantization_config), plan.facts.arch.text_config
+            )
             self.writer.add_text("config.json", dump_json(config))
         self.writer.add_index()
         record = RunRecord(self.prepared.source, self.prepared.target, str(self.prepared.device.type), self.tokens)
         manifest = build_manifest(plan, record, self.results, self.writer.sha256)
+        manifest["tensors"] |= stage.manifest_rows()
         self.writer.add_text(MANIFEST_NAME, manifest_text(manifest))
         self._add_serving()
+        stage.write_files(self.writer.partial)
         self.writer.publish()
         return manifest
 

@@ -148,7 +148,7 @@ def test_verify(shared: Shared, kvq_main: Kvq) -> None:
     said = kvq_main("verify", out, "--source", source)
     assert said.code == 0 and "packed weights" in said.out and "FAILED" not in said.out and said.err == ""
     report = json.loads(kvq_main("verify", out, "--source", source, "--json").out)
-    assert report["passed"] is True and len(report["checks"]) == 9
+    assert report["passed"] is True and len(report["checks"]) == 10
 
 
 def test_a_failed_verification_says_so(shared: Shared, kvq_main: Kvq, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import kvq
 
 PACKAGE = Path(kvq.__file__).parent
 ORDER = (
-    "errors", "stop", "integrity", "shares", "ranks", "checkpoint", "recipes", "calibration", "quantize", "verify",
-    "publish", "run", "pipeline", "console", "commands", "cli", "__main__",
+    "errors", "stop", "integrity", "kv_plugin", "shares", "ranks", "checkpoint", "recipes", "calibration", "quantize",
+    "verify", "publish", "run", "pipeline", "console", "commands", "cli", "__main__",
 )  # fmt: skip
 TRANSFORMERS = ("calibration/transformers_door.py", "calibration/tiktoken_door.py")
 HUB = (
@@ -42,14 +42,14 @@ DOORS = {
     "pyarrow": ("calibration/tables_door.py",),
     "pydantic": ("recipes/schema.py", "recipes/models.py"),
     "yaml": ("recipes/schema.py", "recipes/models.py", "publish/card_metadata.py"),
-    "sglang": tuple(f"integrity/{name}.py" for name in ("plugin", "hooks", "incidents")),
+    "sglang": ("kv_plugin/hooks.py", *(f"integrity/{name}.py" for name in ("plugin", "hooks", "incidents"))),
     "triton": ("quantize/triton_kernels.py", "integrity/kernels.py"),
     "prometheus_client": ("integrity/counters.py",),
     "regex": ("checkpoint/patterns.py",),
     "jinja2": ("calibration/dataset.py", "verify/chat.py", "publish/card_page.py"),
     "rich": tuple(
         f"console/{name}.py"
-        for name in ("screen", "run", "plan", "coverage", "evaluation", "transfer", "doctor", "serving", "tasks")
+        for name in ("screen", "run", "plan", "coverage", "evaluation", "transfer", "doctor", "serving", "tasks", "kv")
     ),
     "typer": ("cli.py", *(f"commands/{path.name}" for path in sorted((PACKAGE / "commands").glob("*.py")))),
 }

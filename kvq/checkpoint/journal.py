@@ -44,7 +44,8 @@ MAX_RECORD_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A finished step. `tensors` maps the names in its shard to their bytes; `state` names a file of the journal.
+    """A finished step. `tensors` maps the names in its shard to their bytes; `state` names a file of the journal,
+    `kv` holds statistics of what the layer would keep in a KV cache.
 
     After a step that is not `resumable` (its state was too large to keep every time) a run goes on from the last that
     is.
@@ -58,6 +59,7 @@ class Step:
     state: str | None
     state_sha256: str | None = None
     resumable: bool = True
+    kv: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -281,7 +283,7 @@ def _suffix(rank: int) -> str:
 def _as_step(path: Path, number: int, suffix: str) -> Step:
     """A step as it was written: its files lie in their folders under the names that they always have."""
     record = _read_record(path)
-    types = {"shard": str, "sha256": str, "tensors": dict, "results": list}
+    types = {"shard": str, "sha256": str, "tensors": dict, "results": list, "kv": dict}
     states = (None, f"state-{number:05d}{suffix}.safetensors")
     if (
         record.keys() != Step.__dataclass_fields__.keys()

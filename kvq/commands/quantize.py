@@ -35,7 +35,8 @@ def quantize(
     ] = None,
     device: Device = "auto",
     target: Annotated[
-        Literal["sglang", "vllm"], typer.Option(help="Engine that the serving notes are for.")
+        Literal["sglang", "vllm", "transformers"],
+        typer.Option(help="Engine that the serving notes and KV scales are for."),
     ] = "sglang",
     revision: Annotated[
         str | None, typer.Option(help="Hub revision; by default the newest, recorded as a commit.")

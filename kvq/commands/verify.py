@@ -1,7 +1,7 @@
 """`kvq verify`: a written checkpoint, from its files alone."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,6 +14,10 @@ def verify(
     source: Annotated[
         str | None, typer.Option(help="Its source (folder, Hub id or alias): compares all weights.")
     ] = None,
+    target: Annotated[
+        Literal["sglang", "vllm", "transformers"] | None,
+        typer.Option(help="Engine whose loading of KV scales is emulated; by default the manifest's."),
+    ] = None,
     without_manifest: Annotated[
         bool, typer.Option("--without-manifest", help="Accept a folder that kvq did not write: no hashes, no plan.")
     ] = False,
@@ -22,11 +26,13 @@ def verify(
     """Check a written checkpoint from its files alone, and against its source if given."""
     from kvq.checkpoint.source import resolve_source
     from kvq.console import show_verification
+    from kvq.publish.kv_loading import check_kv_scales, target_of
     from kvq.verify.checks import verify_checkpoint
 
     known = known_model(source) if source else None
     origin = resolve_source(known.hub if known else source).folder if source else None
     report = verify_checkpoint(folder, origin, lambda done, total: None, without_manifest=without_manifest)
+    report.checks.append(check_kv_scales(folder, target or target_of(folder)))
     if as_json:
         print_json(report.as_dict())
     else:

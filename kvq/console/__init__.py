@@ -2,6 +2,7 @@
 
 from kvq.console.coverage import show_coverage
 from kvq.console.evaluation import show_evaluation, show_gates
+from kvq.console.kv import show_kv_report
 from kvq.console.plan import show_comparison, show_inspection, show_plan_report
 from kvq.console.run import (
     RunProgress,
@@ -18,7 +19,6 @@ from kvq.console.tasks import show_tasks, show_tool_calls
 
 __all__ = [
     "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison", "show_coverage",
-    "show_evaluation", "show_gates", "show_inspection", "show_models", "show_plan", "show_plan_report", "show_result",
-    "show_serving", "show_tasks", "show_tool_calls",
-    "show_verification", "size",
+    "show_evaluation", "show_gates", "show_inspection", "show_kv_report", "show_models", "show_plan",
+    "show_plan_report", "show_result", "show_serving", "show_tasks", "show_tool_calls", "show_verification", "size",
 ]  # fmt: skip

@@ -81,6 +81,9 @@ class Recipe(BaseModel):
     """Solver for the multi-token-prediction layer's experts: with its own forward pass, or without data."""
     rest: Literal["keep", "bf16"] = "keep"
     """What is not a routed expert: FP8 bytes as they are, or dequantized to BF16."""
+    kv_scales: Literal["calibrate", "none"] = "none"
+    """calibrate gathers FP8 KV-cache scales in the same pass. They go beside the checkpoint; into it only where every
+    listed version of the target uses them rightly."""
     num_calibration_samples: int = Field(default=512, ge=1)
     """Sequences at most; the data may hold fewer."""
     max_seq_length: int = Field(default=2048, ge=8)

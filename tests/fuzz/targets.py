@@ -195,9 +195,12 @@ def verification(folder: Path) -> Target:
     return Target("kvq verify --source", folder, lambda draw: (draw.choice([*names]), edits(draw)), read, 0.004)
 
 
+EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
+
+
 def journal(folder: Path) -> Target:
     step: Any = {
-        "number": 0, "shard": "model-00001-of-00002.safetensors", "sha256": "0" * 64, "tensors": {"a": 4},
+        "number": 0, "shard": "model-00001-of-00002.safetensors", "sha256": EMPTY_SHA256, "tensors": {"a": 4},
         "results": [{"name": "a", "outcome": "rounded", "num_tokens": 1, "blend_weight": None, "dampening_frac": None,
                      "relative_weight_error": 0.1, "relative_output_error": None}],
         "state": "state-00000.safetensors", "state_sha256": "0" * 64, "resumable": True,
@@ -224,9 +227,10 @@ def journal(folder: Path) -> Target:
             opened.close()
 
     def make(draw: Random) -> bytes:
+        sound = step if draw.randrange(2) else {**step, "state": None, "state_sha256": None}
         if draw.randrange(3):
-            return record(edited(step, edits(draw)))
-        return document(draw, {"record": step, "sha256": ""})
+            return record(edited(sound, edits(draw)))
+        return document(draw, {"record": sound, "sha256": ""})
 
     return Target("journal", folder, make, read, 0.1)
 
