@@ -200,8 +200,6 @@ class _PlainLoader(yaml.SafeLoader):
         twice = [name for name, count in Counter(map(str, names)).items() if count > 1]
         if twice:
             raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
-        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-            raise yaml.constructor.ConstructorError(None, None, "found a merged mapping (<<)", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
