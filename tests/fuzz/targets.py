@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from kvq.calibration.dataset import load_packed
 from kvq.checkpoint.header import read_header
 from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, CheckpointIndex, load_config, load_index
-from kvq.checkpoint.journal import FOLDER, Journal
+from kvq.checkpoint.journal import FOLDER, Journal, Step
 from kvq.checkpoint.metadata import Metadata
 from kvq.checkpoint.writer import CheckpointWriter
 from kvq.errors import VerificationError
@@ -19,6 +19,7 @@ from kvq.publish.gpus import find_gpu
 from kvq.publish.parallel import Parallel
 from kvq.publish.plan_report import plan_report
 from kvq.publish.sizing import make_deployment
+from kvq.quantize.types import ModuleResult
 from kvq.recipes.plan import resolve_plan
 from kvq.recipes.schema import load_recipe, override
 from kvq.run import step_results
@@ -199,12 +200,16 @@ EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
 def journal(folder: Path) -> Target:
-    step: Any = {
-        "number": 0, "shard": "model-00001-of-00002.safetensors", "sha256": EMPTY_SHA256, "tensors": {"a": 4},
-        "results": [{"name": "a", "outcome": "rounded", "num_tokens": 1, "blend_weight": None, "dampening_frac": None,
-                     "relative_weight_error": 0.1, "relative_output_error": None}],
-        "state": "state-00000.safetensors", "state_sha256": "0" * 64, "resumable": True,
-    }  # fmt: skip
+    result = ModuleResult(
+        name="a", outcome="rounded", num_tokens=1, blend_weight=None, dampening_frac=None, relative_weight_error=0.1,
+        relative_output_error=None,
+    )  # fmt: skip
+    step: Any = asdict(
+        Step(
+            0, "model-00001-of-00002.safetensors", EMPTY_SHA256, {"a": 4}, [asdict(result)], "state-00000.safetensors",
+            state_sha256="0" * 64,
+        )
+    )  # fmt: skip
     partial = folder / "out.partial"
     fingerprint = {"recipe": "a"}
 
