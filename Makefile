@@ -42,11 +42,12 @@ kernels: $(TRITON)/triton
 
 # The engine's own code on a CPU, in environments of their own: SGLang wants other versions of transformers and
 # compressed-tensors than kvq. They lie over .venv, which has torch and pytest. The cases are made by kvq, read by SGLang.
+# One thread: the tests fork, and OpenMP's pool of several does not survive that.
 contract: $(SGLANG_VERSIONS:%=.venv-sglang-%/installed)
 	rm -rf .contract-cases
 	$(BIN)/python -m tests.contract.make_cases .contract-cases
 	for version in $(SGLANG_VERSIONS); do \
-	  KVQ_CONTRACT_CASES=.contract-cases .venv-sglang-$$version/bin/python -m pytest tests/contract \
+	  OMP_NUM_THREADS=1 KVQ_CONTRACT_CASES=.contract-cases .venv-sglang-$$version/bin/python -m pytest tests/contract \
 	    --confcutdir=tests/contract -W default -p no:cacheprovider || exit 1; done
 
 .venv-sglang-%/installed: tests/contract/sglang-%.txt tests/contract/shared.txt $(VENV)/installed
