@@ -265,6 +265,7 @@ Change = Callable[[dict[str, Any]], object]
         (lambda q: q["ignore"].append("re:["), "no regular expression"),
         (lambda q: q["config_groups"]["group_0"].pop("targets"), "config_groups"),
         (lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits="four"), "num_bits"),
+        (lambda q: q["config_groups"]["group_0"]["weights"].update(group_size={"a": 1}), "compressed-tensors refuses"),
     ],
 )
 def test_the_config_must_describe_what_is_stored(damaged: Path, verify: Verify, change: Change, says: str) -> None:
