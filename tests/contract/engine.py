@@ -121,6 +121,9 @@ def in_child(function: Callable[[], Any]) -> Any:
     ours, theirs = context.Pipe(duplex=False)
 
     def run() -> None:
+        # torch renews its thread pool at the first use after a fork, and two threads that come first together find none
+        # ("Invalid thread pool!"). SGLang loads with several threads, so this one goes first.
+        torch.set_num_threads(1)
         try:
             theirs.send((True, function()))
         except Exception:  # noqa: BLE001 - whatever SGLang raises is the result
