@@ -58,6 +58,10 @@ def _decode(seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, _power: int
 def start_engine() -> None:
     """SGLang's process-wide configuration, for a CPU."""
     publish(ServerArgs(model_path="dummy", attention_backend="torch_native", device="cpu"), role="test")
+    plain_kernels()
+
+
+def plain_kernels() -> None:
     paged.alloc_extend_kernel, paged.alloc_decode_kernel = NaiveKernel(_extend), NaiveKernel(_decode)
 
 
