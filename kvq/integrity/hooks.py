@@ -83,7 +83,7 @@ def before_release_page_ids(allocator: Any, *page_ids: Any) -> None:
 
 def after_clear(_result: None, allocator: Any) -> None:
     if _GUARD is not None and allocator is _GUARD.allocator:
-        _GUARD.tags.reset()
+        _GUARD.emptied()
 
 
 def around_release_kv_cache(original: Callable[..., Any], req: Any, tree_cache: Any, is_insert: bool = True) -> None:
@@ -149,7 +149,7 @@ def after_reset(_result: None, _cache: Any) -> None:
 
 def before_next_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if _GUARD is not None:
-        _GUARD.between_steps()
+        _GUARD.next_step()
         if _SETTINGS.faults:
             faults.inject(scheduler, _GUARD, _SETTINGS.faults)
 

@@ -50,7 +50,7 @@ def mixed_load(seed: int, count: int, page_size: int) -> list[Asked]:
         start = dice.choice(prefixes) if dice.random() < 0.7 else []
         prompt = start + _tokens(dice, dice.randint(1, 40 + page_size))
         patience = dice.randint(0, 25) if dice.random() < 0.06 else None
-        load.append(Asked(f"r{number:06d}", prompt, dice.choice([1, 4, 10, 20, 40]), patience))
+        load.append(Asked(f"r{number:06d}", prompt, dice.choice([1, 4, 10, 30, 70]), patience))
     return load
 
 

@@ -11,9 +11,13 @@ In its place stands only what needs a GPU, a network or another process:
 Everything in SGLang is process-wide, so each run is a forked child: `in_child`.
 """
 
+import atexit
 import json
-import os
+import shutil
+import tempfile
 from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +28,8 @@ from tests.contract import engine
 from tests.contract.integrity import rig
 from tests.contract.integrity.hash_model import MAX_TOKENS, VOCABULARY, HashModel
 
+PATIENCE_S = 60  # of ranks with each other
+RETRACT_EVERY = 20  # steps: SGLang's own switch for tests. Pressure alone makes it careful after the first
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16,
     "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -109,24 +115,38 @@ class Worker:
         return GenerationBatchResult(logits_output=LogitsProcessorOutput(None), next_token_ids=tokens_B)
 
 
-def start(folder: Path, client: Any, kind: str, page_size: int, tokens: int, rows: int, flags: list[str]) -> Any:
-    """A scheduler whose requests come from `client.receive()` and whose answers go to `client.send(output)`."""
+@dataclass(frozen=True)
+class Place:
+    """A rank among others that are processes too, and meet (gloo) over this file; alone: torch's fake groups."""
+
+    rank: int = 0
+    ranks: int = 1
+    meeting: Path | None = None
+
+
+def start(client: Any, pool: tuple[str, int, int], rows: int, flags: list[str], place: Place) -> Any:
+    """A scheduler whose requests come from `client.receive()` and whose answers go to `client.send(output)`.
+
+    `pool`: its kind, page size and tokens.
+    """
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.managers import scheduler as module
     from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 
-    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    kind, page_size, tokens = pool
     words = [
-        "--model-path", str(folder), "--skip-tokenizer-init", "--attention-backend", "torch_native", "--page-size",
+        "--model-path", _model_folder(), "--tp-size", str(place.ranks), "--skip-tokenizer-init", "--attention-backend", "torch_native", "--page-size",
         str(page_size), "--max-total-tokens", str(tokens), "--max-running-requests", str(rows), "--stream-interval", "1",
         "--grammar-backend", "none", "--sampling-backend", "pytorch", *flags,
     ]  # fmt: skip
     args = engine.server_args(*words)
     # SGLang switches it off on a CPU, and its arguments cannot be set any more.
     object.__setattr__(args, "disable_overlap_schedule", "--disable-overlap-schedule" in flags)
-    engine._publish(args, 0, 1, 1)
+    if place.meeting is None:
+        engine._publish(args, 0, 1, 1)
+    else:
+        _meet(args, place)
     rig.plain_kernels()
-    os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "1"
     sender = SimpleNamespace(send_output=lambda output, _req=None: client.send(output))
     channels = SchedulerIpcChannels(
         recv_from_tokenizer=None, recv_from_rpc=None, send_to_tokenizer=sender, send_to_detokenizer=sender,
@@ -137,6 +157,7 @@ def start(folder: Path, client: Any, kind: str, page_size: int, tokens: int, row
         initialize_dp_attention(args, scheduler.model_config)
         scheduler.tp_worker = Worker(scheduler, kind, page_size, tokens, rows)
 
+    module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL = True, RETRACT_EVERY
     module.SchedulerIpcChannels = SimpleNamespace(create=lambda **_: channels)
     module.create_load_snapshot_writer = lambda *_, **__: None
     module.create_scheduler_watchdog = lambda *_, **__: None
@@ -145,6 +166,31 @@ def start(folder: Path, client: Any, kind: str, page_size: int, tokens: int, row
     scheduler = module.Scheduler(args, SimpleNamespace(nccl_port=0), 0, 0, 0, 0, 0, 0, None)
     scheduler.request_receiver = SimpleNamespace(recv_requests=lambda: client.receive(scheduler))
     return scheduler
+
+
+def _model_folder() -> str:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    (Path(folder) / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return folder
+
+
+def _meet(args: Any, place: Place) -> None:
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed.device_communicators import shm_broadcast
+    from torch import distributed
+
+    runtime_context.publish(args, role="scheduler")
+    shm_broadcast.MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{place.meeting}", rank=place.rank, world_size=place.ranks,
+        timeout=timedelta(seconds=PATIENCE_S),
+    )  # fmt: skip
+    parallel_state.init_distributed_environment(
+        world_size=place.ranks, rank=place.rank, local_rank=place.rank, backend="gloo"
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=place.ranks, backend="gloo")
 
 
 def watch(scheduler: Any, client: Any) -> set[str]:

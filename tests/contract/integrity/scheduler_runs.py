@@ -16,17 +16,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.contract.engine import in_child
 from tests.contract.integrity import real_scheduler
 from tests.contract.integrity.load import Client, mixed_load
+from tests.contract.integrity.real_scheduler import Place
 
 ROWS = 24
 CHUNK = 128
-LOAD_FLAGS = ["--chunked-prefill-size", str(CHUNK), "--schedule-conservativeness", "0.05", "--log-level", "critical"]
+LOAD_FLAGS = ["--chunked-prefill-size", str(CHUNK), "--schedule-conservativeness", "0.01", "--log-level", "critical"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Setup:
     @property
     def tokens(self) -> int:
         """So few that requests are retracted."""
-        return 1100 if self.page_size == 1 else 64 * 44
+        return 800 if self.page_size == 1 else 64 * 32
 
 
 SETUPS = [
@@ -86,22 +89,35 @@ class _Heard(logging.Handler):
 
 def run(setup: Setup, requests: int, seed: int, *, mode: str = "off", faults: str = "") -> Run:
     """One scheduler in a process of its own, from its start until every request is answered and all pages are back."""
-    return Run(**in_child(lambda: _run(setup, requests, seed, mode=mode, faults=faults)))
+    return Run(**in_child(lambda: _run(setup, requests, seed, mode, faults, Place())))
 
 
-def _run(setup: Setup, requests: int, seed: int, *, mode: str, faults: str) -> dict[str, Any]:
+def run_ranks(setup: Setup, requests: int, seed: int, *, faults: list[str]) -> list[Run]:
+    """As many tensor-parallel ranks as there are fault settings, with the same load; each has its own faults."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(faults)) as pool:
+        places = [Place(rank, len(faults), Path(folder) / "meeting") for rank in range(len(faults))]
+        started = [
+            pool.submit(in_child, partial(_run, setup, requests, seed, "abort", spec, place))
+            for spec, place in zip(faults, places, strict=True)
+        ]
+        return [Run(**future.result()) for future in started]
+
+
+def _run(setup: Setup, requests: int, seed: int, mode: str, faults: str, place: Place) -> dict[str, Any]:
     heard = _Heard()
     logging.disable(logging.NOTSET)
     ours = logging.getLogger("kvq.integrity")
     ours.propagate = False  # thousands of lines
+    ours.setLevel(logging.WARNING)
     ours.addHandler(heard)
     os.environ.update(KVQ_KV_TAGS=mode, KVQ_KV_TAGS_FAULTS=faults, KVQ_KV_TAGS_SWEEP_SECONDS="0.5")
+    # With nothing but reports, faults make the pages' count wrong; that shall not end the run before its tokens are seen.
+    os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = str(int(mode != "log"))
     _load_plugins(mode)
     load = mixed_load(seed, requests, setup.page_size)
     client = Client(load)
-    with tempfile.TemporaryDirectory() as folder:
-        pool = (setup.kind, setup.page_size, setup.tokens, ROWS)
-        scheduler = real_scheduler.start(Path(folder), client, *pool, flags=[*LOAD_FLAGS, *setup.flags])
+    pool = (setup.kind, setup.page_size, setup.tokens)
+    scheduler = real_scheduler.start(client, pool, ROWS, [*LOAD_FLAGS, *setup.flags], place)
     logging.getLogger("sglang").setLevel(logging.CRITICAL)
     exposed = real_scheduler.watch(scheduler, client)
     started = time.perf_counter()
