@@ -14,8 +14,8 @@ from torch import Tensor
 from kvq.errors import RecipeError
 from kvq.integrity.counters import Counters
 from kvq.integrity.incidents import Incidents
-from kvq.integrity.settings import Settings
 from kvq.integrity.ranks import agree, least
+from kvq.integrity.settings import Settings
 from kvq.integrity.table import BAD_PAGE, EXPECTED_TAG, FOUND_TAG, VERDICT_FIELDS, PageTags, Writes, read_verdict
 
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")

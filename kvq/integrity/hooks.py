@@ -167,7 +167,9 @@ def before_process_batch_result(_scheduler: Any, batch: Any, _result: Any) -> No
 def before_chunked_abort(scheduler: Any) -> None:
     """SGLang reports the abort of a chunked prefill without a reason; the first report that arrives counts."""
     req = scheduler._pending_chunked_abort_req
-    if _GUARD is None or req is None or scheduler.chunked_req is not req or not _GUARD.incidents.failed(req):
+    if _GUARD is None or not _GUARD.aborts or req is None or scheduler.chunked_req is not req:
+        return
+    if not _GUARD.incidents.failed(req):
         return
     from sglang.srt.managers.io_struct import AbortReq
 

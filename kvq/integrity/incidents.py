@@ -131,7 +131,7 @@ class Incidents:
         return len(self.allocator.free_pages) + len(self.allocator.release_pages)
 
     def keep_free(self, count: int) -> None:
-        """Takes what is free beyond `count` pages out of use, until all is put in order: as many as other ranks have."""
+        """Takes what is free beyond `count` pages, which other ranks do not have, out of use until all is in order."""
         if self.free_pages() > count:
             free_N = self._free_pages()
             self._kept_back_N = torch.cat([self._kept_back_N, free_N[count:]])

@@ -2,8 +2,8 @@
 
 The cell of a token is a hash of the whole prefix up to it, made from the cell before, which is read through the page
 table. The next token is a hash of all cells of the row, each weighted by its position. So one wrong page anywhere in a
-row gives a wrong token, and what the right token is can be said without an engine: `expected_tokens`. Chunks, prefix hits
-and batches make no difference, as in exact arithmetic.
+row gives a wrong token, and what the right token is can be said without an engine: `expected_tokens`. Chunks, prefix
+hits and batches make no difference, as in exact arithmetic.
 
 Shape suffixes: B = requests of a batch, S = positions of a row, T = tokens, N = cells of the pool.
 """

@@ -3,14 +3,17 @@
 import random
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from kvq.integrity.incidents import ERROR_TYPE
 from tests.contract.integrity.hash_model import VOCABULARY, expected_tokens
 
 AT_ONCE = 40  # requests under way; more than there are rows, so that some always wait
 BURST = 250  # after so many the client waits until the engine is idle: then SGLang counts its pages
 IDLE_TURNS = 4
 FLUSH_EVERY = 3  # bursts
+
+Ending = Literal["full", "cut", "tags", "engine"]
 
 
 @dataclass
@@ -34,11 +37,13 @@ class Asked:
         return self.tokens != self.expected[: len(self.tokens)]
 
     @property
-    def status(self) -> int:
-        """Of an abort by the server 500; of one by the client 0; else 200."""
+    def ending(self) -> Ending:
+        """In full; cut off by the client; ended for its page tags, or by the engine itself (out of memory)."""
         if self.reason is None or self.reason["type"] != "abort":
-            return 200
-        return int(self.reason.get("status_code") or 0)
+            return "full"
+        if self.reason.get("err_type") == ERROR_TYPE:
+            return "tags"
+        return "engine" if self.reason.get("status_code") else "cut"
 
 
 def mixed_load(seed: int, count: int, page_size: int) -> list[Asked]:

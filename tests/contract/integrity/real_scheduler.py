@@ -135,9 +135,10 @@ def start(client: Any, pool: tuple[str, int, int], rows: int, flags: list[str], 
 
     kind, page_size, tokens = pool
     words = [
-        "--model-path", _model_folder(), "--tp-size", str(place.ranks), "--skip-tokenizer-init", "--attention-backend", "torch_native", "--page-size",
-        str(page_size), "--max-total-tokens", str(tokens), "--max-running-requests", str(rows), "--stream-interval", "1",
-        "--grammar-backend", "none", "--sampling-backend", "pytorch", *flags,
+        "--model-path", _model_folder(), "--tp-size", str(place.ranks), "--page-size", str(page_size),
+        "--max-total-tokens", str(tokens), "--max-running-requests", str(rows), "--stream-interval", "1",
+        "--skip-tokenizer-init", "--attention-backend", "torch_native", "--grammar-backend", "none",
+        "--sampling-backend", "pytorch", *flags,
     ]  # fmt: skip
     args = engine.server_args(*words)
     # SGLang switches it off on a CPU, and its arguments cannot be set any more.
@@ -162,7 +163,7 @@ def start(client: Any, pool: tuple[str, int, int], rows: int, flags: list[str], 
     module.create_load_snapshot_writer = lambda *_, **__: None
     module.create_scheduler_watchdog = lambda *_, **__: None
     module.Scheduler.init_tp_model_worker = worker
-    torch.get_device_module = lambda *_: DEVICE_MODULE
+    setattr(torch, "get_device_module", lambda *_: DEVICE_MODULE)  # noqa: B010 - mypy forbids the plain form
     scheduler = module.Scheduler(args, SimpleNamespace(nccl_port=0), 0, 0, 0, 0, 0, 0, None)
     scheduler.request_receiver = SimpleNamespace(recv_requests=lambda: client.receive(scheduler))
     return scheduler

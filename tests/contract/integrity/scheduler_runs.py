@@ -29,6 +29,7 @@ from tests.contract.integrity.real_scheduler import Place
 
 ROWS = 24
 CHUNK = 128
+INJECTED = "KV page fault injected "
 LOAD_FLAGS = ["--chunked-prefill-size", str(CHUNK), "--schedule-conservativeness", "0.01", "--log-level", "critical"]
 
 
@@ -62,7 +63,7 @@ class Run:
     seconds: float
     steps: int
     answers: dict[str, list[int]]  # of requests that were answered in full
-    statuses: dict[str, int]
+    endings: dict[str, str]
     wrong: list[str]  # requests that were sent a token which they should not have been
     exposed: list[str]  # requests for which the model computed such a token
     counts: dict[str, int]  # of the load
@@ -72,7 +73,10 @@ class Run:
     @property
     def ended(self) -> set[str]:
         """By the plugin."""
-        return {rid for rid, status in self.statuses.items() if status == 500}
+        return {rid for rid, ending in self.endings.items() if ending == "tags"}
+
+    def count(self, ending: str) -> int:
+        return list(self.endings.values()).count(ending)
 
 
 class _Heard(logging.Handler):
@@ -83,8 +87,8 @@ class _Heard(logging.Handler):
         self.faults: list[dict[str, Any]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg.startswith("KV page fault injected"):
-            self.faults.append(json.loads(str(record.args[0] if record.args else "null")))
+        if record.getMessage().startswith(INJECTED):
+            self.faults.append(json.loads(record.getMessage().removeprefix(INJECTED)))
 
 
 def run(setup: Setup, requests: int, seed: int, *, mode: str = "off", faults: str = "") -> Run:
@@ -111,7 +115,8 @@ def _run(setup: Setup, requests: int, seed: int, mode: str, faults: str, place: 
     ours.setLevel(logging.WARNING)
     ours.addHandler(heard)
     os.environ.update(KVQ_KV_TAGS=mode, KVQ_KV_TAGS_FAULTS=faults, KVQ_KV_TAGS_SWEEP_SECONDS="0.5")
-    # With nothing but reports, faults make the pages' count wrong; that shall not end the run before its tokens are seen.
+    # With nothing but reports, faults make the pages' count wrong; that shall not end the run before its tokens are
+    # seen.
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = str(int(mode != "log"))
     _load_plugins(mode)
     load = mixed_load(seed, requests, setup.page_size)
@@ -126,13 +131,13 @@ def _run(setup: Setup, requests: int, seed: int, mode: str, faults: str, place: 
     counts = Counter(
         requests=len(load), retractions=sum(asked.retractions for asked in load), flushes=client.flushes,
         cached_tokens=sum(asked.cached for asked in load), chunked=sum(len(asked.prompt) > CHUNK for asked in load),
-        cut_by_client=sum(asked.status == 0 for asked in load), idle=client.bursts,
+        cut_by_client=sum(asked.ending == "cut" for asked in load), idle=client.bursts,
     )  # fmt: skip
     return asdict(
         Run(
             str(setup), time.perf_counter() - started, scheduler.forward_ct,
-            {asked.rid: asked.tokens for asked in load if asked.status == 200},
-            {asked.rid: asked.status for asked in load}, [asked.rid for asked in load if asked.wrong], sorted(exposed),
+            {asked.rid: asked.tokens for asked in load if asked.ending == "full"},
+            {asked.rid: asked.ending for asked in load}, [asked.rid for asked in load if asked.wrong], sorted(exposed),
             dict(counts), state.get("kvq_kv_tags"), heard.faults,
         )
     )  # fmt: skip
@@ -190,11 +195,10 @@ def faults(arguments: argparse.Namespace) -> None:
             kinds = Counter(fault["kind"] for fault in done.faults)
             missed = set(done.wrong) | set(done.exposed) - done.ended
             needed = len(done.ended) + len(missed)
-            cut = sum(status == 0 for status in done.statuses.values())
             say(
-                f"| {setup} | {len(done.statuses)} | {kinds['free']}, {kinds['swap']}, {kinds['double']} | {logged} "
+                f"| {setup} | {len(done.endings)} | {kinds['free']}, {kinds['swap']}, {kinds['double']} | {logged} "
                 f"| {needed} | {len(done.ended)} | {len(done.wrong)} | {1 - len(missed) / max(1, needed):.2%} "
-                f"| {len(done.answers)}, {sum(rid in done.wrong for rid in done.answers)} | {cut} |"
+                f"| {len(done.answers)}, {sum(rid in done.wrong for rid in done.answers)} | {done.count('cut')} |"
             )
             if missed:
                 raise SystemExit(f"{setup}: {sorted(missed)[:5]} were not ended in time; {done.health}")
