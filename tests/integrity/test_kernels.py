@@ -11,7 +11,7 @@ from tests.integrity.machine import Machine
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Triton's interpreter does what numpy 2.4 no longer allows, and earlier ones warn of. `make kernels` has an earlier one.
+# Triton's interpreter does what numpy 2.4 no longer allows; the one of `make kernels` is older, and warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
