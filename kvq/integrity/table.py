@@ -144,9 +144,8 @@ class PageTags:
         it until no entry names it.
         """
         page_J, record_J = self._page_range(row, first, end), self.record_RJ[row, first:end]
-        sound_J = (self.named_P[page_J] == 0) & (self.tag_P[page_J] == record_J) & (record_J > 0)
         self.named_P.scatter_add_(0, page_J, torch.ones_like(record_J))
-        sound_J &= self.named_P[page_J] == 1
+        sound_J = (self.named_P[page_J] == 1) & (self.tag_P[page_J] == record_J) & (record_J > 0)
         self.cached_P[page_J] = torch.where(sound_J, record_J, DISPUTED)
 
     def evict(self, pages_N: Tensor) -> None:

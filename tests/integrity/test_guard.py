@@ -61,6 +61,7 @@ def test_a_batch_s_results_wait_for_its_own_verdict_and_no_later_one() -> None:
     guard.before_forward(batch(first, second))
     guard.before_results(running)
     assert guard.counters.violations == 1 and len(guard._pending) == 1
+    assert guard.counters.checks == 3
 
 
 def test_a_batch_that_changes_after_its_check_does_not_move_the_verdict() -> None:

@@ -46,8 +46,10 @@ def test_long_rows_and_prefill_writes_as_in_the_plain_form(device: str, page_siz
         index_B = torch.arange(rows, device=device)
         lens_B = torch.tensor([pages * page_size] * rows, device=device)
         tags.grow(index_B, torch.zeros_like(lens_B), lens_B, pages)
+        tags.slots_RS[1, 7 * page_size] = tags.slots_RS[1, 5 * page_size]  # named twice: disputed
         tags.give_to_cache(1, 0, 2000)
         tags.free(order[[3 * pages + 2049, 3 * pages + 2050, 2]].to(device))
+        tags.free(order[[2, 3 * pages + 2050]].to(device))  # twice: counted
         tags.slots_RS[2, 2222 * page_size] = 5 * page_size
         tags.evict(order[pages : pages + 3].to(device))
         tags.adopt(1, 0, 1500)
@@ -58,3 +60,4 @@ def test_long_rows_and_prefill_writes_as_in_the_plain_form(device: str, page_siz
     for plain, kernel in zip(*results, strict=True):
         torch.testing.assert_close(kernel, plain, rtol=0, atol=0)
     assert [bool(row[0]) for row in results[1][0].tolist()[:-1]] == [True, True, True, True, False]
+    assert results[1][0][-1].tolist() == [0, 2, 0, 0]
