@@ -199,8 +199,8 @@ class Run:
             store = self._mtp_store(runner, layer, store) if calibrated else None
             recipe = recipe if calibrated else recipe.model_copy(update={"solver": "rtn"})
         moe = layer in facts.moe_layers
-        own = self.prepared.ranks.own(facts.num_experts)
-        chunks = expert_chunks(own, runner.device.type, *runner.gate_up_shape(layer)) if moe else []
+        own, fewest = self.prepared.ranks.own(facts.num_experts), facts.num_experts // self.prepared.ranks.size
+        chunks = expert_chunks(own, fewest, runner.device.type, *runner.gate_up_shape(layer)) if moe else []
         for first in chunks[:1]:
             runner.read_ahead(layer, first, GATE_UP)
         capture = None

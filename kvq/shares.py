@@ -8,8 +8,7 @@ def share(count: int, rank: int, size: int) -> range:
     return range(count * rank // size, count * (rank + 1) // size)
 
 
-def check_even(num_experts: int, size: int) -> None:
-    """Raises RecipeError: in an exchange each rank has one expert at a time, so all must own as many."""
-    if num_experts % size:
-        fits = [number for number in range(1, num_experts + 1) if num_experts % number == 0][:8]
-        raise RecipeError(f"{size} ranks cannot share {num_experts} experts evenly; start {fits} of them.")
+def check_enough(num_experts: int, size: int) -> None:
+    """Raises RecipeError for a rank that would own no expert."""
+    if size > num_experts:
+        raise RecipeError(f"{size} ranks for {num_experts} experts: each needs one. Start {num_experts} at most.")

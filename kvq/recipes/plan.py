@@ -15,7 +15,7 @@ from kvq.checkpoint.patterns import REGEX, matching
 from kvq.errors import CheckpointError, RecipeError
 from kvq.recipes.schema import Recipe
 from kvq.recipes.scheme import quantization_config
-from kvq.shares import check_even, share
+from kvq.shares import check_enough, share
 
 Action = Literal["pack", "keep", "dequantize"]
 
@@ -116,7 +116,7 @@ def resolve_plan(recipe: Recipe, config: Mapping[str, Any], index: CheckpointInd
         return _pass_through(recipe, facts, source, index, warnings)
     _check_experts(facts, index)
     _check_group_size(recipe, facts)
-    check_even(facts.num_experts, num_ranks)
+    check_enough(facts.num_experts, num_ranks)
     tensors = {plan.name: plan for plan in _plan_tensors(recipe, facts, source, index, num_ranks)}
     unquantized = [name.removesuffix(".weight") for name, plan in tensors.items() if _is_plain_linear(plan)]
     described = quantization_config(recipe, source, unquantized)
