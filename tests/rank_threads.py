@@ -81,7 +81,7 @@ def run_ranks(size: int, job: Callable[[Ranks], T]) -> list[T]:
     meeting = Meeting(size)
     with ThreadPoolExecutor(size) as threads:
         futures = [
-            threads.submit(meeting.work, lambda rank=rank: job(ThreadRanks(rank, size, meeting)))
+            threads.submit(meeting.work, lambda rank=rank: job(ThreadRanks(rank, size, meeting=meeting)))
             for rank in range(size)
         ]
     errors = [error for future in futures if (error := future.exception()) is not None]

@@ -176,7 +176,7 @@ def test_a_step_counts_when_every_rank_has_recorded_it(tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
     ranks = [Journal(partial, rank, 2) for rank in range(2)]
     ranks[0].begin({"recipe": "a"})
-    ranks[1].follow()
+    ranks[1].follow({"recipe": "a"})
     for number in range(3):
         (partial / f"a{number}").touch()
         ranks[0].finish_step(step_of(number, f"a{number}"), None)
@@ -186,7 +186,7 @@ def test_a_step_counts_when_every_rank_has_recorded_it(tmp_path: Path) -> None:
     ranks[0].close()
     again = [Journal(partial, rank, 2) for rank in range(2)]
     again[0].begin({"recipe": "a"})
-    again[1].follow()
+    again[1].follow({"recipe": "a"})
     assert [len(journal.steps) for journal in again] == [2, 2]
     assert {path.name for path in partial.iterdir() if path.is_file()} == {"a0", "a1", "b0", "b1"}
     assert not (partial / FOLDER / "step-00002.json").exists()
