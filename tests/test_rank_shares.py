@@ -1,7 +1,7 @@
 """Any number of ranks gives what one gives. Ranks are threads here (`rank_threads.py`); test_ranks.py starts processes.
 
-With `hessian=routed` no sum over ranks is used, so everything must be equal to the bit; other rules add up second moments
-in another order.
+With `hessian=routed` no sum over ranks is used, so everything must be equal to the bit; other rules add up second
+moments in another order.
 """
 
 import shutil
@@ -91,9 +91,9 @@ def test_any_number_of_ranks_gives_the_bits_of_one(shared: Shared, alone: Path, 
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("settings", [("hessian=blend",), ("hessian=layer",), ("propagate_error=false",)])
-def test_sums_over_uneven_shares(shared: Shared, tmp_path: Path, settings: tuple[str, ...]) -> None:
-    summaries = [manifest_of(quantize_on(size, shared, tmp_path / str(size), *settings))["summary"] for size in (1, 3)]
+@pytest.mark.parametrize("rule", ["hessian=blend", "hessian=layer"])
+def test_sums_over_uneven_shares(shared: Shared, tmp_path: Path, rule: str) -> None:
+    summaries = [manifest_of(quantize_on(size, shared, tmp_path / str(size), rule))["summary"] for size in (1, 3)]
     for key in ("mean_relative_weight_error", "mean_relative_output_error"):
         assert summaries[1][key] == pytest.approx(summaries[0][key], rel=0.01)
 
@@ -158,7 +158,7 @@ def test_ranks_share_the_copying_of_what_passes_through(shared: Shared, tmp_path
 
 
 def test_more_ranks_than_experts_are_refused(shared: Shared, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="9 ranks for 8 experts: each needs one. Start 8 at most"):
+    with pytest.raises(RecipeError, match="9 ranks for 8 experts: each needs one"):
         quantize_on(9, shared, tmp_path / "out")
 
 
@@ -180,7 +180,7 @@ def test_hosts_without_a_common_file_system_are_told(tmp_path: Path) -> None:
     fingerprint: Json = {"recipe": "a"}
     first, second = Journal(tmp_path / "here" / "out.partial", 0, 2), Journal(tmp_path / "there" / "out.partial", 1, 2)
     first.begin(fingerprint)
-    with pytest.raises(OutputError, match="is not there for rank 1 on .*a file system of all hosts"):
+    with pytest.raises(OutputError, match=r"is not there for rank 1 on .*a file system of all hosts"):
         second.follow(fingerprint)
     first.close()
 
@@ -201,5 +201,5 @@ def test_accelerate_that_starts_one_process_for_several_is_noticed(monkeypatch: 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert launched() == (0, 1)  # `accelerate launch` of one process
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(RecipeError, match="started one.*--multi_gpu"):
+    with pytest.raises(RecipeError, match=r"started one.*--multi_gpu"):
         launched()
