@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from kvq.errors import RankError, RecipeError, is_out_of_memory
 from kvq.shares import launched, share
@@ -169,6 +170,6 @@ def join(device: str) -> tuple[Ranks, str]:
 
 
 def _connect(backend: str) -> None:
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+    store, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     _groups["store"] = store

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvq.calibration.kv_stats import KvStatistics, TensorStats
 from kvq.checkpoint.index import load_json
 from kvq.checkpoint.journal import Journal
+from kvq.checkpoint.source import resolve_source
 from kvq.errors import OutputError, RecipeError
 from kvq.pipeline import prepare, quantize_checkpoint
 from kvq.publish.kv_run import REPORT_FILE
@@ -26,7 +27,7 @@ from kvq.verify.checks import verify_checkpoint
 from tests.checkpoint_tensors import Tensors
 from tests.checkpoints import Json, read_tensors
 from tests.rank_threads import run_ranks
-from tests.runs import PASS_THROUGH, SETTINGS, Quiet, Shared, manifest_of, resolve_source, write_calibration
+from tests.runs import PASS_THROUGH, SETTINGS, Quiet, Shared, manifest_of, write_calibration
 
 EXACT = ("hessian=routed", "kv_scales=calibrate")
 SOURCE = "glm-5"  # 8 experts

@@ -94,6 +94,27 @@ class QuantPlan:
         own = {layer: names.get((layer, rank), "") for layer in layers}
         return {layer: (shard, shards.get(shard, [])) for layer, shard in own.items()}
 
+    def rank_rows(self) -> list[dict[str, Any]]:
+        """What each of several ranks has of every layer's experts and of the sequences asked for, and writes."""
+        if self.num_ranks == 1:
+            return []
+        names, tensors = _shard_names(self.facts, self.num_ranks), self.shard_tensors()
+        rows = []
+        for rank in range(self.num_ranks):
+            experts = share(self.facts.num_experts, rank, self.num_ranks)
+            shards = [name for (_, owner), name in names.items() if owner == rank]
+            rows.append(
+                {
+                    "rank": rank,
+                    "first_expert": experts.start,
+                    "num_experts": len(experts),
+                    "num_sequences": len(share(self.recipe.num_calibration_samples, rank, self.num_ranks)),
+                    "shards": len(shards),
+                    "tensor_bytes": sum(tensor.nbytes for name in shards for tensor in tensors.get(name, [])),
+                }
+            )
+        return rows
+
     def shard_tensors(self) -> dict[str, list[TensorPlan]]:
         """Shard -> its tensors, in name order."""
         shards: dict[str, list[TensorPlan]] = {}
