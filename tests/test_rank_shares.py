@@ -4,7 +4,7 @@ With `hessian=routed` no sum over ranks is used, so everything must be equal to 
 moments in another order.
 """
 
-import shutil
+import json
 from pathlib import Path
 
 import pytest
@@ -21,28 +21,33 @@ from kvq.publish.kv_run import REPORT_FILE
 from kvq.publish.kv_scales import SCALES_FILE
 from kvq.quantize import chunks
 from kvq.ranks import Ranks
-from kvq.recipes.schema import load_recipe, override
+from kvq.recipes.schema import Recipe, load_recipe, override
 from kvq.shares import launched
 from kvq.verify.checks import verify_checkpoint
 from tests.checkpoint_tensors import Tensors
 from tests.checkpoints import Json, read_tensors
+from tests.conftest import Kvq
 from tests.rank_threads import run_ranks
 from tests.runs import PASS_THROUGH, SETTINGS, Quiet, Shared, manifest_of, write_calibration
 
 EXACT = ("hessian=routed", "kv_scales=calibrate")
 SOURCE = "glm-5"  # 8 experts
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = EXAMPLES / "tiny-glm-5-fp8"
 
 
 def quantize_on(
     size: int, shared: Shared, out: Path, *settings: str, recipe: str = "int4", source: str = SOURCE
 ) -> Path:
     """Quantize on so many ranks."""
-    shutil.rmtree(out, ignore_errors=True)
     chosen = override(load_recipe(recipe), [*SETTINGS, *settings])
+    return quantize_model(size, shared.source(source), shared.calibration, out, chosen)
 
+
+def quantize_model(size: int, source: Path, calibration: Path | None, out: Path, recipe: Recipe) -> Path:
     def job(ranks: Ranks) -> None:
-        place = resolve_source(str(shared.source(source)))
-        prepared = prepare(place, chosen, out, device="cpu", calibration=shared.calibration, ranks=ranks)
+        place = resolve_source(str(source))
+        prepared = prepare(place, recipe, out, device="cpu", calibration=calibration, ranks=ranks)
         quantize_checkpoint(prepared, Quiet())
 
     run_ranks(size, job)
@@ -103,6 +108,21 @@ def test_sums_over_uneven_shares(shared: Shared, tmp_path: Path, rule: str) -> N
 def test_awq_on_uneven_shares(shared: Shared, tmp_path: Path) -> None:
     outs = [quantize_on(size, shared, tmp_path / str(size), "hessian=routed", recipe="int4-awq") for size in (1, 3)]
     assert unequal(*map(read_tensors, outs)) == []
+
+
+@pytest.mark.slow
+def test_two_ranks_lose_no_more_than_one(kvq_main: Kvq, tmp_path: Path) -> None:
+    """KL to the source of a trained model: what another order of addition changes is within the standard error."""
+    recipe = override(load_recipe("int4"), ["num_calibration_samples=8", "max_seq_length=128"])
+    data, figures = EXAMPLES / "held-out.jsonl", []
+    for size in (1, 2):
+        out = quantize_model(size, EXAMPLE, None, tmp_path / str(size), recipe)
+        words = ("--source", EXAMPLE, "--data", data, "--max-rows", 4, "--max-seq-length", 128, "--no-damage")
+        said = kvq_main("evaluate", out, *words, "--device=cpu", "--json")
+        assert said.code == 0, said.err
+        figures.append(json.loads(said.out)["distance"]["figures"]["mean_kld"])
+    assert 0 < figures[0]["value"] < 0.1
+    assert abs(figures[0]["value"] - figures[1]["value"]) < figures[0]["error"]
 
 
 def forget_a_rank(statistics: KvStatistics, ranks: Ranks) -> KvStatistics:
