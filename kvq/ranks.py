@@ -5,6 +5,7 @@ in the same order; none of them is rank 0's alone.
 """
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -73,13 +74,16 @@ class Ranks:
             if is_out_of_memory(error):  # this rank's own trouble
                 raise
             raise RankError(
-                f"{self}: {self._absent()} ({_first_line(error)}); its own message says why. Start all ranks again "
+                f"{self}: {self._absent()} ({_first_sentence(error)}); its own message says why. Start all ranks again "
                 "with the same command: the run goes on from its last finished layer."
             ) from error
 
     def _absent(self) -> str:
         """Who does not answer. Ranks that are still computing do not, but those that wait for the lost one do."""
         missing = _roll_call(self.rank, self.size)
+        if missing is None:
+            place = os.environ.get("MASTER_ADDR", "rank 0's host")
+            return f"no answer from the launcher on {place}, which ended with its ranks or without them"
         if not missing:
             return "another rank ended or does not answer"
         names = [f"{rank} on {self.hosts[rank]}" if self.hosts else str(rank) for rank in missing]
@@ -124,8 +128,8 @@ def _objects() -> Any:
     return _groups["objects"]
 
 
-def _roll_call(rank: int, size: int) -> list[int]:
-    """Ranks that have not seen the failure that this rank has. The launcher keeps the list: it outlives them."""
+def _roll_call(rank: int, size: int) -> list[int] | None:
+    """Ranks that have not seen the failure that this rank has. None when the launcher, who keeps the list, is gone."""
     store, deadline = _groups.get("store"), time.monotonic() + ROLL_CALL
     if store is None:
         return []
@@ -136,13 +140,14 @@ def _roll_call(rank: int, size: int) -> list[int]:
             time.sleep(0.1)
             missing = [one for one in missing if not store.check([f"alive/{one}"])]
         return missing
-    except RuntimeError:  # the list is gone with its host
-        return []
+    except RuntimeError:
+        return None
 
 
-def _first_line(error: RuntimeError) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+def _first_sentence(error: RuntimeError) -> str:
+    """What the library says, without the line of its source."""
+    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()) or type(error).__name__
+    return text.splitlines()[0].split(". ")[0][:200]
 
 
 def join(device: str) -> tuple[Ranks, str]:

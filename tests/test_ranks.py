@@ -201,12 +201,18 @@ def test_who_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Ranks(0, 3, ("a", "b", "c"))
 
     def fail() -> None:
-        raise RuntimeError("Connection closed by peer\nand a trace")
+        raise RuntimeError("[/pytorch/pair.cc:553] Connection closed by peer [::1]:9. This is typical.\nand a trace")
 
-    with pytest.raises(RankError, match=r"rank 0 of 3 on .*: no answer from rank 1 on b \(Connection closed by peer\)"):
+    with pytest.raises(
+        RankError, match=r"rank 0 of 3 on .*: no answer from rank 1 on b \(Connection closed by peer \[::1\]:9\)"
+    ):
         here._together(fail)
     answers.add("alive/1")  # all are there: it was the network
     with pytest.raises(RankError, match=r"another rank ended or does not answer"):
+        here._together(fail)
+    monkeypatch.setenv("MASTER_ADDR", "a")
+    monkeypatch.setitem(ranks_module._groups, "store", Gone(answers))
+    with pytest.raises(RankError, match=r"no answer from the launcher on a, "):
         here._together(fail)
 
 
@@ -229,6 +235,11 @@ class Roll:
 
     def check(self, keys: list[str]) -> bool:
         return set(keys) <= self._answers
+
+
+class Gone(Roll):
+    def set(self, key: str, _: str) -> None:
+        raise RuntimeError("Broken pipe")
 
 
 def step_of(number: int, shard: str) -> Step:
