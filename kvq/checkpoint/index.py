@@ -32,9 +32,8 @@ class CheckpointIndex:
             return self.tensors[name]
         except KeyError:
             raise CheckpointError(
-                f"{self.folder}: the checkpoint has no tensor {name}, which its config calls for. Download it "
-                f"again, or "
-                "report the layout if it is complete."
+                f"{self.folder}: the checkpoint has no tensor {name}, which its config calls for. Download it again, "
+                "or report the layout if it is complete."
             ) from None
 
     @property
@@ -92,9 +91,8 @@ def assemble_index(
     missing = sorted(set(shards).difference(files))
     if missing:
         raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(shards)} shards are missing, the first is {missing[0]}. Download "
-            f"them and "
-            "start again."
+            f"{folder}: {len(missing)} of {len(shards)} shards are missing, the first is {missing[0]}. Download them "
+            "and start again."
         )
     headers = {shard: {tensor.name: tensor for tensor in found} for shard, found in read_headers(files).items()}
     tensors_by_name: dict[str, TensorInfo] = {}

@@ -65,7 +65,7 @@ def check_hub_id(model: str) -> None:
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise CheckpointError(
             f"{model}: no such folder, no known alias (`kvq models` lists them) and not a Hub id of the form "
-            f"owner/name."
+            "owner/name."
         )
 
 

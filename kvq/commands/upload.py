@@ -39,7 +39,7 @@ def upload(
     check_hub_id(repo)
     progress = TransferLines(quiet=as_json)
     progress.note(f"verifying {folder}")
-    faults = check_folder(folder, lambda done, total: None)
+    faults = check_folder(folder)
     if faults and not unverified:
         raise VerificationError(
             f"{folder}: not sent: {'; '.join(faults)}. Mend that, or add --unverified: the card then says so."

@@ -13,13 +13,12 @@ from kvq.checkpoint.index import MANIFEST_NAME, load_json
 from kvq.checkpoint.source import check_hub_id
 from kvq.errors import CheckpointError, OutputError, RecipeError, VerificationError
 from kvq.publish.card_measured import distance_section, kv_section, plots, task_section, tool_call_section
-from kvq.publish.card_metadata import SOURCE_CARD, front_matter, license_fields, source_metadata
+from kvq.publish.card_metadata import CARD, SOURCE_CARD, front_matter, license_fields, source_metadata
 from kvq.publish.card_page import render_page
 from kvq.publish.card_tensors import classes_by_type, packed_text, tensor_rows, words
 from kvq.publish.manifest import FEW_TOKENS
 from kvq.verify.report_file import ReportFile
 
-CARD = "README.md"
 MARK = "<!-- kvq card -->"
 MAX_SCRIPT = 8192
 LARGEST_TP = 8

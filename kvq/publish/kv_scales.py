@@ -14,10 +14,10 @@ from kvq.calibration.e4m3 import E4M3_MAX
 from kvq.calibration.kv_stats import PERCENTILE, VARIANTS, KvStatistics
 from kvq.checkpoint.architecture import ModelFacts
 from kvq.errors import CalibrationError
-from kvq.publish.kv_delivery import SCALE_NAMES, Target, deliveries
 from kvq.publish.manifest import printable
 from kvq.publish.serving_files import SERVING_FOLDER
 from kvq.verify.kv_choice import ONE, KvComparison, LayerScales
+from kvq.verify.kv_delivery import SCALE_NAMES, Target, deliveries
 
 SCALES_FILE = f"{SERVING_FOLDER}/kv_cache_scales.json"
 SCHEMA = "kvq.kv-scales/1"

@@ -20,6 +20,7 @@ from kvq.calibration.e4m3 import E4M3_MAX, through_e4m3
 from kvq.calibration.forward import ModelRunner
 from kvq.calibration.kv_stats import SCALE_PARTS
 from kvq.calibration.whole_layer import whole_layer
+from kvq.verify.documents import by_length
 from kvq.verify.kv_simulation import StoredTensor
 from kvq.verify.logits import position_rows
 
@@ -112,7 +113,7 @@ def compare_scales(
     runner: ModelRunner, documents: Sequence[Tensor], sets: Mapping[str, LayerScales], stage: Callable[[str], None]
 ) -> KvComparison:
     """Run all sets over the documents. `sets` must hold `one`, and for each decoder layer both scales."""
-    groups = _by_length(documents)
+    groups = [group.tokens_NS for group in by_length(documents)]
     names = (PLAIN, *sets)
     stores = {name: [runner.embed(tokens_DS) for tokens_DS in groups] for name in names}
     by_scale = SCALE_PARTS[runner.facts.arch.attention]
@@ -136,12 +137,6 @@ def compare_scales(
     joined_kl, joined_next = ({name: torch.cat(parts) for name, parts in kept.items()} for kept in (kl, next_p))
     lengths = [tokens_DS.shape[1] for tokens_DS in groups for _ in range(tokens_DS.shape[0])]
     return KvComparison(joined_kl, joined_next, storage.errors, lengths)
-
-
-def _by_length(documents: Sequence[Tensor]) -> list[Tensor]:
-    """Documents of equal length stacked: [D, S] each."""
-    lengths = sorted({len(document) for document in documents}, reverse=True)
-    return [torch.stack([document for document in documents if len(document) == length]) for length in lengths]
 
 
 def _log_p(runner: ModelRunner, store: ActivationStore, document: int, norm: Any, head_VH: Tensor) -> Tensor:

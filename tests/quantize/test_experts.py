@@ -24,25 +24,12 @@ from tests.quantize.tiny_layer import (
     SpySolver,
     TinyLayer,
     expected_moments,
-    tiny_layer,
     written_down,
     written_gate_up,
     written_weight,
 )
 
 REFINED = recipe(refinement_passes=1)
-
-
-@pytest.fixture
-def layer() -> TinyLayer:
-    return tiny_layer()
-
-
-@pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> SpySolver:
-    solver = SpySolver()
-    solver.install(monkeypatch)
-    return solver
 
 
 def close(found: Tensor, expected: Tensor, rtol: float = 1e-5) -> None:

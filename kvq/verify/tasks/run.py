@@ -15,7 +15,6 @@ from kvq.verify.tasks.local import MAX_TOKENS, run_local
 from kvq.verify.tasks.presets import PRESETS, Preset
 from kvq.verify.tasks.stats import Row, compare
 
-SCHEMA = "kvq.tasks/1"
 ANSWERS_SCHEMA = "kvq.task-answers/1"
 
 

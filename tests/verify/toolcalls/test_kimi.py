@@ -59,7 +59,7 @@ def test_no_call(text: str) -> None:
         (BEGIN + call("functions.a:0", "{'x': 1}") + END, "its arguments are not JSON"),
         (BEGIN + call("functions.a:0", "") + END, "its arguments are not JSON"),
         (BEGIN + call("functions.a:0", '{"x": NaN}') + END, "NaN is not JSON"),
-        (BEGIN + call("functions.a:0", '{"x": 1, "x": 2}') + END, "a key appears twice"),
+        (BEGIN + call("functions.a:0", '{"x": 1, "x": 2}') + END, "the name 'x' stands twice"),
         (BEGIN + call("functions.a:0", "[1]") + END, "its arguments are a list, not an object"),
         (BEGIN + call("functions.a:0", '{"a":' * 100_000) + END, "its arguments are not JSON"),
         (BEGIN + call("functions.a:0", "{}") + "chatter" + END, "'chatter' follows it"),
