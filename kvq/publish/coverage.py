@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from kvq import __version__
-from kvq.checkpoint.index import MANIFEST_NAME
+from kvq.checkpoint.index import MANIFEST_NAME, expect_folder
 from kvq.errors import CheckpointError, OutputError
 from kvq.publish.coverage_plots import PlotsLeftOutError, draw_coverage
 from kvq.publish.manifest import FEW_TOKENS, manifest_text, mean_of_known
@@ -40,6 +40,7 @@ def write_coverage(folder: Path) -> Coverage:
 
     Raises CheckpointError for a folder without a manifest of kvq's, OutputError if it cannot be written.
     """
+    expect_folder(folder)
     manifest = load_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}; only what kvq has written can be reported on.")

@@ -9,14 +9,16 @@ from typing import Any
 
 from kvq.calibration.chat_template import render_messages
 from kvq.calibration.transformers_door import load_tokenizer
-from kvq.checkpoint.index import load_json
+from kvq.checkpoint.index import expect_folder, load_json
 from kvq.errors import CheckpointError
 
 
 class ChatFormat:
-    """Messages to token ids, and ids to text."""
+    """Messages to token ids, and ids to text. Raises CheckpointError without a folder, CalibrationError without a
+    tokenizer."""
 
     def __init__(self, folder: Path) -> None:
+        expect_folder(folder)  # before transformers takes its name for a Hub id
         self.folder = folder
         self.tokenizer = load_tokenizer(folder)
         self.stop_ids = stop_ids(folder)

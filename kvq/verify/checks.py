@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from kvq.checkpoint.index import MANIFEST_NAME
+from kvq.checkpoint.index import MANIFEST_NAME, expect_folder
 from kvq.errors import CheckpointError
 from kvq.verify.kv_delivery import Target, known_target
 from kvq.verify.kv_loading import check_kv_scales
@@ -33,6 +33,7 @@ def verify_checkpoint(
     No manifest is a problem, unless there is a source to compare with or `without_manifest` says that kvq did not write
     the folder: without either, a damaged or missing file looks like any other.
     """
+    expect_folder(folder)
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder}: no config.json there. Give the folder of a checkpoint.")
     report = VerifyReport(str(folder))

@@ -102,6 +102,8 @@ def load_evaluation_set(source: Path, other: Path, vocab_size: int, data: Sequen
     files: list[DataFile] = []
     stream: list[int] = []
     for file in data:
+        if file.is_dir():
+            raise CalibrationError(f"{file}: is a folder; its files are domains. Give each by a --data of its own.")
         rows = read_rows(file)[: cut.max_rows]
         kept = 0
         for number, row in enumerate(rows, start=1):

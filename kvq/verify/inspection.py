@@ -6,7 +6,15 @@ from typing import Any
 
 from kvq.checkpoint.architecture import ModelFacts, model_facts
 from kvq.checkpoint.formats import detect_format, find_quantization_config
-from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, CheckpointIndex, load_config, load_index, load_json
+from kvq.checkpoint.index import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    CheckpointIndex,
+    expect_folder,
+    load_config,
+    load_index,
+    load_json,
+)
 from kvq.errors import CheckpointError
 from kvq.recipes.plan import REASONS, dead_entries
 from kvq.recipes.tally import Kind, tally
@@ -19,8 +27,7 @@ SIDE_FILES = ("generation_config.json", "tokenizer_config.json", "LICENSE")
 
 def inspect_folder(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError only where there is nothing to look at: no config, or damaged headers."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder.")
+    expect_folder(folder)
     config = load_config(folder)
     index = load_index(folder)
     problems = list(index.warnings)
