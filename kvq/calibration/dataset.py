@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.calibration.chat_template import render_messages
 from kvq.calibration.rows import HUB_PREFIX, HubDataset, Place, iter_rows
 from kvq.calibration.transformers_door import load_tokenizer
 from kvq.errors import CalibrationError
@@ -108,12 +107,25 @@ class RowEncoder:
             self._tokenizer = load_tokenizer(self._folder)
         text = row.get("text")
         if not isinstance(text, str):
-            text = render_messages(self._tokenizer, row["messages"], row.get("tools"), place, prompt=False)
+            text = self._render(row, place)
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise CalibrationError(f"{place}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not text.")
         self._note(text)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
+
+    def _render(self, row: dict[str, Any], place: str) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+        except (
+            TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+        ) as error:  # fmt: skip
+            raise CalibrationError(
+                f"{place}: the model's chat template cannot render these messages ({type(error).__name__}: {error})."
+            ) from None
+        return str(text)
 
 
 def load_packed(folder: Path, vocab_size: int, place: Place | None, num_sequences: int, seq_length: int) -> TokenSet:

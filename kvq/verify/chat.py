@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq.calibration.chat_template import render_messages
 from kvq.calibration.transformers_door import load_tokenizer
 from kvq.checkpoint.index import expect_folder, load_json
-from kvq.errors import CheckpointError
+from kvq.errors import CalibrationError, CheckpointError
 
 
 class ChatFormat:
@@ -25,7 +24,17 @@ class ChatFormat:
 
     def render(self, messages: Sequence[Any], tools: Sequence[Any] | None, place: str) -> str:
         """The prompt up to where the model's answer begins. Raises CalibrationError."""
-        return render_messages(self.tokenizer, messages, tools or None, f"{self.folder}, {place}", prompt=True)
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise CalibrationError(
+                f"{place}: the chat template of {self.folder} cannot render it ({type(error).__name__}: {error})."
+            ) from None
+        return str(text)
 
     def encode(self, text: str) -> list[int]:
         """Ids with nothing added."""
