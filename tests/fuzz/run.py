@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 from kvq.errors import KvqError
 from tests.fuzz.hostile import SECRET, Guard, peak_megabytes
-from tests.fuzz.targets import Target, all_targets
+from tests.fuzz.target import Target
+from tests.fuzz.targets import all_targets
+from tests.fuzz.text_targets import limit_tokenizers
 
 MAX_MORE_MEGABYTES = 300
 BLOCK = 50
@@ -95,10 +97,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="targets whose name holds this")
     arguments = parser.parse_args()
     _limit_memory()
+    limit_tokenizers()
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
         reports = run(Path(scratch), arguments.inputs, arguments.seed, arguments.only)
-    total = {"seed": arguments.seed, "inputs": sum(row["inputs"] for row in reports), "targets": reports}
+    total = {
+        "seed": arguments.seed, "inputs": sum(row["inputs"] for row in reports),
+        "MB of the largest child": peak_megabytes(resource.RUSAGE_CHILDREN), "targets": reports,
+    }  # fmt: skip
     sys.stdout.write(json.dumps(total, indent=2) + "\n")
 
 
