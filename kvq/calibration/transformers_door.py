@@ -20,7 +20,7 @@ PER_LAYER_LISTS = {"indexer_types": "full", "mlp_layer_types": "sparse", "layer_
 
 
 def import_tokenizers() -> None:
-    """Now, what `load_tokenizer` would import."""
+    """Now, what `load_tokenizer` imports for most folders."""
     importlib.import_module("kvq.calibration.tiktoken_door")
 
 
@@ -42,7 +42,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     if (folder / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -50,6 +50,8 @@ def _load_tokenizer(folder: Path) -> Any:
         from kvq.calibration.tiktoken_door import load_kimi_tokenizer
 
         return load_kimi_tokenizer(folder)
+    from transformers import AutoTokenizer  # takes seconds
+
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 

@@ -1,4 +1,4 @@
-"""The files that make text into tokens. They are programs, and what transformers raises at them is its own to choose."""
+"""The files that make text into tokens. They are programs, and what transformers raises is its own to choose."""
 
 import base64
 import json
@@ -104,7 +104,7 @@ def tokenizer(folder: Path) -> Target:
             content["model"] = {**base["model"], "vocab": {**base["model"]["vocab"], token: draw.randrange(2**32)}}
         return as_json(edited(content, edits(draw)) if draw.randrange(2) else content)
 
-    return Target("tokenizer.json", folder, make, writes(place, read), 0.015)
+    return Target("tokenizer.json", folder, make, writes(place, read), 0.004)
 
 
 def tokenizer_config(folder: Path) -> Target:
@@ -118,7 +118,7 @@ def tokenizer_config(folder: Path) -> Target:
         "padding_side": "left", "truncation_side": "right", "add_bos_token": True,
         "auto_map": {"AutoTokenizer": ["x.y"]},
     }  # fmt: skip
-    return Target("tokenizer_config.json", folder, near(base), writes(place, read), 0.015)
+    return Target("tokenizer_config.json", folder, near(base), writes(place, read), 0.005)
 
 
 def chat_template(folder: Path) -> Target:
@@ -135,7 +135,7 @@ def chat_template(folder: Path) -> Target:
             text = text[:at] + draw.choice(TEMPLATE_PIECES) + text[at:]
         return text.encode("utf-8", "surrogatepass")
 
-    return Target("chat template", folder, make, writes(place, read), 0.015)
+    return Target("chat template", folder, make, writes(place, read), 0.002)
 
 
 def tiktoken(folder: Path) -> Target:
@@ -155,7 +155,7 @@ def tiktoken(folder: Path) -> Target:
             written[draw.randrange(len(written))] = draw.choice((*strange, draw.choice(lines)))
         return b"\n".join([*written, draw.choice(strange)])
 
-    return Target("tiktoken.model", folder, make, writes(place, read), 0.01)
+    return Target("tiktoken.model", folder, make, writes(place, read), 0.005)
 
 
 def limit_tokenizers() -> None:
