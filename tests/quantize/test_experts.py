@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvq.calibration.experts import gated_activation
 from kvq.quantize import experts as experts_module
 from kvq.quantize.chunks import CHUNK_BYTES, KEPT_BYTES
 from kvq.quantize.experts import SolvedLayer
@@ -249,14 +250,19 @@ def test_inputs_of_down_are_computed_again_only_where_they_are_not_kept(
     layer: TinyLayer, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     without = layer.solve(REFINED)
-    calls = []
-    real = experts_module.gated_activation
-    monkeypatch.setattr(experts_module, "gated_activation", lambda *given: calls.append(given) or real(*given))
+    calls = 0
+
+    def counted(x_TH: Tensor, gate_up_JH: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return gated_activation(x_TH, gate_up_JH)
+
+    monkeypatch.setattr(experts_module, "gated_activation", counted)
     monkeypatch.setitem(KEPT_BYTES, "cpu", kept)
     solved = layer.solve(REFINED)
     assert solved.output_TH is not None and without.output_TH is not None
     assert torch.equal(solved.output_TH, without.output_TH)
-    again = len(calls) - NUM_EXPERTS
+    again = calls - NUM_EXPERTS
     sizes = [layer.tokens(expert).shape[0] * INTER * layer.x_TH.element_size() for expert in range(NUM_EXPERTS)]
     room, computed = kept, 0
     for size in sizes:
