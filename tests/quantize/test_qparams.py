@@ -65,6 +65,17 @@ def test_mse_equals_the_plain_search(group_size: int, weighted: bool) -> None:
     assert float((scale_EOG.double() == plain_EOG).double().mean()) > 0.95
 
 
+@pytest.mark.parametrize("values", [1, 300, 1000])
+def test_searching_part_by_part_changes_nothing(monkeypatch: pytest.MonkeyPatch, values: int) -> None:
+    given = batch(2, 7, 128)
+    importance_EI = moments(given).diagonal(dim1=1, dim2=2)
+    for importance in (None, importance_EI):
+        whole_EOG = find_scales(given.weight_EOI, importance, recipe())
+        with monkeypatch.context() as patch:
+            patch.setattr(qparams, "SEARCH_VALUES", values)
+            assert torch.equal(find_scales(given.weight_EOI, importance, recipe()), whole_EOG)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_mse_is_never_worse_than_minmax(group_size: int, weighted: bool) -> None:
