@@ -143,7 +143,7 @@ class LayerSolver:
         if not self.recipe.propagate_error:
             return lambda: weight_EOC[index]
         codes_OC, scale_OG, dtype = solved.codes_EOI[index], solved.scale_EOG[index], weight_EOC.dtype
-        return lambda: from_codes(codes_OC, scale_OG).to(dtype)
+        return lambda: from_codes(codes_OC, scale_OG, dtype)
 
     def _smoothed(self, experts: range, weight_EJH: Tensor) -> Tensor:
         """Rows of up divided by the factors that down's columns will be multiplied by."""

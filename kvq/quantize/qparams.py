@@ -35,10 +35,10 @@ def to_codes(weight_EOI: Tensor, scale_EOG: Tensor) -> Tensor:
     return codes.flatten(-2).to(torch.int8)
 
 
-def from_codes(codes_EOI: Tensor, scale_EOG: Tensor) -> Tensor:
-    """Code times scale in float32: what the checkpoint means."""
-    groups = grouped(codes_EOI.float(), codes_EOI.shape[-1] // scale_EOG.shape[-1])
-    return (groups * scale_EOG.float().unsqueeze(-1)).flatten(-2)
+def from_codes(codes_EOI: Tensor, scale_EOG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Code times scale: what the checkpoint means, rounded once to `dtype` if that is BF16."""
+    groups = grouped(codes_EOI.to(dtype), codes_EOI.shape[-1] // scale_EOG.shape[-1])
+    return (groups * scale_EOG.to(dtype).unsqueeze(-1)).flatten(-2)
 
 
 def find_scales(weight_EOI: Tensor, importance_EI: Tensor | None, recipe: Recipe) -> Tensor:

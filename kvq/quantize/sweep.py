@@ -46,7 +46,7 @@ def ldl_sweep(
     order_EI = natural_EI
     if recipe.actorder == "static":
         order_EI = torch.argsort(diagonal_EI, dim=-1, descending=True, stable=True)
-    reversed_EII = dampened(_permuted(hessian_EII, order_EI.flip(-1)), [dampening_frac] * matrices)
+    reversed_EII = dampen_(_permuted(hessian_EII, order_EI.flip(-1)), [dampening_frac] * matrices)
     feedback_EII, failed_E = feedback_of(reversed_EII)
     order_EOI = order_EI.unsqueeze(1).expand(-1, rows, -1)
     group_EI = (order_EI // (columns // scale_EOG.shape[2])).to(torch.int32)
@@ -59,11 +59,15 @@ def ldl_sweep(
 
 def dampened(hessian_EII: Tensor, dampening: Sequence[float]) -> Tensor:
     """A copy with dampening times the mean diagonal added to the diagonal."""
-    copy = hessian_EII.clone()
-    diagonal_EI = copy.diagonal(dim1=-2, dim2=-1)
-    fraction_E = torch.tensor(dampening, dtype=copy.dtype, device=copy.device)
+    return dampen_(hessian_EII.clone(), dampening)
+
+
+def dampen_(hessian_EII: Tensor, dampening: Sequence[float]) -> Tensor:
+    """The same in place."""
+    diagonal_EI = hessian_EII.diagonal(dim1=-2, dim2=-1)
+    fraction_E = torch.tensor(dampening, dtype=hessian_EII.dtype, device=hessian_EII.device)
     diagonal_EI += (fraction_E * diagonal_EI.mean(dim=-1)).unsqueeze(-1)
-    return copy
+    return hessian_EII
 
 
 def _permuted(hessian_EII: Tensor, order_EI: Tensor) -> Tensor:

@@ -157,3 +157,12 @@ def test_codes_and_back_equal_the_reference(group_size: int) -> None:
     for w_OI, scale_OG, codes_OI, back_OI in zip(w_EOI, scale_EOG, codes_EOI, back_EOI, strict=True):
         assert torch.equal(codes_OI.double(), reference.rtn(w_OI, scale_OG))
         assert torch.equal(back_OI.double(), reference.dequantize(codes_OI, scale_OG))
+
+
+def test_bf16_values_are_rounded_once() -> None:
+    """Made in BF16 they are what the exact products, made in float32, round to."""
+    codes_EOI = torch.arange(-8, 8, dtype=torch.int8).repeat_interleave(32).expand(2, 500, -1)
+    scale_EOG = torch.rand(2, 500, 16, generator=torch.Generator().manual_seed(0)).exp().bfloat16()
+    found_EOI = from_codes(codes_EOI, scale_EOG, torch.bfloat16)
+    assert torch.equal(found_EOI, from_codes(codes_EOI, scale_EOG).bfloat16())
+    assert not torch.equal(found_EOI.float(), from_codes(codes_EOI, scale_EOG))
