@@ -130,6 +130,9 @@ def make_inputs(arguments: argparse.Namespace, scratch: Path) -> float:
 
 def mean_kl(checkpoint: Path, arguments: argparse.Namespace) -> float:
     """To the FP8 source, by `kvq evaluate`."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["model_type"] = json.loads((arguments.source / "config.json").read_text())["model_type"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "kvq", "evaluate", str(checkpoint), "--source", str(arguments.source)]
     command += ["--data", str(arguments.data), "--max-rows", str(arguments.rows), "--device", "cpu", "--no-damage"]
     done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, check=True)
