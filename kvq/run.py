@@ -210,7 +210,7 @@ class Run:
         )  # fmt: skip
         solved = solver.solve()
         if store is not None and solved.output_TH is not None:
-            _add_experts(store, solved.output_TH)
+            add_experts(store, solved.output_TH)
             solved.output_TH = None  # a quarter of a GPU, while the layer waits to be written
         return solved
 
@@ -304,13 +304,14 @@ def step_results(journal: Journal) -> list[ModuleResult]:
         raise OutputError(f"{journal.folder}: a step's results are damaged. Add --restart to begin anew.") from None
 
 
-def _add_experts(store: ActivationStore, output_TH: Tensor) -> None:
+def add_experts(store: ActivationStore, output_TH: Tensor) -> None:
     """Add the experts' part to a layer output that was computed without it, rounding once."""
-    length = store.shape[1]
+    length, finite = store.shape[1], []
     for batch in store.batches():
         rows = output_TH[batch.start * length : batch.stop * length]
         base = store.read(batch, output_TH.device)
         total = (base.float() + rows.reshape(base.shape)).to(base.dtype)
-        if not bool(torch.isfinite(total).all()):
-            raise CalibrationError("the experts' output is NaN or Inf; look at the source's weights and the data.")
+        finite.append(torch.isfinite(total).all())
         store.write(batch, total)
+    if not bool(torch.stack(finite).all()):  # after all of them, so that a GPU is not waited for between two batches
+        raise CalibrationError("the experts' output is NaN or Inf; look at the source's weights and the data.")
