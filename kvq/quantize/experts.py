@@ -7,7 +7,7 @@ Shape suffixes: T = tokens, H = hidden size, I = expert width, J = 2 I (gate row
 chunk, O, C = rows and columns of a projection.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -95,9 +95,9 @@ class LayerSolver:
                 self._solve_down(experts, down_mean)
         return self._solved
 
-    def _tokens(self, expert: int) -> Tensor:
+    def _tokens(self, experts: range) -> Iterator[Tensor]:
         assert self.capture is not None
-        return self.capture.tokens(expert)
+        return self.capture.tokens(experts)
 
     def _counts(self, experts: range) -> list[int]:
         assert self.capture is not None
@@ -110,16 +110,16 @@ class LayerSolver:
             weight_EJH = self._smoothed(experts, weight_EJH)
         moments = None
         if layer_mean_HH is not None:
-            sums = (gram(self._tokens(expert)) for expert in experts)
+            sums = (gram(tokens_TH) for tokens_TH in self._tokens(experts))
             moments = expert_moments(sums, self._counts(experts), layer_mean_HH, borrowed_tokens(self.recipe, False))
         batch = SolverBatch(weight_EJH.float(), moments)
         solved = solve_batch(batch, self.recipe)
         self._record(experts, batch, solved, {"gate_proj": slice(0, half), "up_proj": slice(half, None)})
         if self.capture is None:
             return
-        for index, expert in enumerate(experts):
+        for expert, tokens_TH in zip(experts, self._tokens(experts), strict=True):
+            index = expert - experts.start
             self._gate_up[expert] = self._used(weight_EJH, solved, index)
-            tokens_TH = self._tokens(expert)
             hidden_TI = gated_activation(tokens_TH, self._gate_up[expert]())
             self._keep(expert, hidden_TI)
             self._down_sums[expert] = gram(hidden_TI)
@@ -148,8 +148,8 @@ class LayerSolver:
     def _smoothed(self, experts: range, weight_EJH: Tensor) -> Tensor:
         """Rows of up divided by the factors that down's columns will be multiplied by."""
         sums = [
-            gram(gated_activation(self._tokens(expert), weight_JH))
-            for expert, weight_JH in zip(experts, weight_EJH, strict=True)
+            gram(gated_activation(tokens_TH, weight_JH))
+            for tokens_TH, weight_JH in zip(self._tokens(experts), weight_EJH, strict=True)
         ]
         own = [total / max(1, count) for total, count in zip(sums, self._counts(experts), strict=True)]
         down_EHI = self.source.expert_down(self.layer, experts).float()
@@ -184,15 +184,15 @@ class LayerSolver:
         self._record(experts, original, solved, {"down_proj": slice(None)})
         if self.capture is None:
             return
-        for index, expert in enumerate(experts):
-            self._add_output(expert, self._used(weight_EHI, solved, index)())
 
-    def _add_output(self, expert: int, down_HI: Tensor) -> None:
-        assert self.capture is not None and self._solved.output_TH is not None
-        used, hidden_TI = self._gate_up.pop(expert), self._hidden.pop(expert, None)
-        if hidden_TI is None:
-            hidden_TI = gated_activation(self._tokens(expert), used())
-        self.capture.add_output(self._solved.output_TH, expert, F.linear(hidden_TI, down_HI))
+        def output_of(expert: int, tokens_TH: Tensor) -> Tensor:
+            used, hidden_TI = self._gate_up.pop(expert), self._hidden.pop(expert, None)
+            if hidden_TI is None:
+                hidden_TI = gated_activation(tokens_TH, used())
+            return F.linear(hidden_TI, self._used(weight_EHI, solved, expert - experts.start)())
+
+        assert self._solved.output_TH is not None
+        self.capture.add_outputs(self._solved.output_TH, experts, output_of)
 
     def _record(self, experts: range, batch: SolverBatch, solved: SolvedBatch, rows: dict[str, slice]) -> None:
         """Pack each projection and note its errors."""
