@@ -113,7 +113,9 @@ def verdicts(attention: Attention, scheme: bool) -> Iterable[tuple[str, str, str
 
 
 def main() -> None:
-    sys.stdout.write(f"vLLM {version('vllm')}\n\n| model | kv_cache_scheme | name | vLLM | kvq's table |\n|---|---|---|---|---|\n")
+    sys.stdout.write(
+        f"vLLM {version('vllm')}\n\n| model | kv_cache_scheme | name | vLLM | kvq's table |\n|---|---|---|---|---|\n"
+    )
     wrong = 0
     for attention, title in MODELS.items():
         for scheme in (False, True):

@@ -212,7 +212,7 @@ def load(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def pack(codes_EKN: Tensor) -> Tensor:
-    """Words of eight codes along K, by SGLang's own function: what its Marlin and Triton kernels are made ready from."""
+    """Words of eight codes along K, by SGLang's own function, as its kernels' repacking takes them."""
     from sglang.srt.layers.quantization.utils import pack_rows
 
     return torch.stack([pack_rows(codes_KN.int() + 8, 4, *codes_KN.shape) for codes_KN in codes_EKN])

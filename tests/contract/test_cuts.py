@@ -1,8 +1,8 @@
 """TP x EP that kvq refuses, and those that it calls workable, against what SGLang makes of them.
 
 A size is unusable where SGLang refuses to make the model or to load it, where a GPU's weights, read back through their
-scales, are other numbers than its share of the checkpoint, and where a kernel's own rule turns down the shapes. kvq must
-refuse exactly these.
+scales, are other numbers than its share of the checkpoint, and where a kernel's own rule turns down the shapes. kvq
+must refuse exactly these.
 """
 
 import json

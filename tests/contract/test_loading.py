@@ -1,7 +1,7 @@
 """kvq's checkpoints through SGLang's own models and loaders: nothing unfilled or dropped, every value in its place.
 
-Packed words are compared with codes that were worked out from the source's weights, packed by SGLang's own function: two
-codes in each other's place are found, even where kvq packs and unpacks them alike.
+Packed words are compared with codes that were worked out from the source's weights, packed by SGLang's own function:
+two codes in each other's place are found, even where kvq packs and unpacks them alike.
 """
 
 import json

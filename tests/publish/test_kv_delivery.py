@@ -86,7 +86,8 @@ def test_a_scale_that_would_corrupt_is_a_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "source", "below"), [
-    ("glm4_moe", "fp8_channel", "self_attn.attn_mqa.k_scale"), ("deepseek_v3", "fp8_block", "self_attn.k_proj.output_scale"),
+    ("glm4_moe", "fp8_channel", "self_attn.attn_mqa.k_scale"),
+    ("deepseek_v3", "fp8_block", "self_attn.k_proj.output_scale"),
 ])  # fmt: skip
 def test_a_name_with_which_vllm_does_not_start_is_a_problem(
     tmp_path: Path, family: str, source: str, below: str

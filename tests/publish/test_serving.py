@@ -16,7 +16,8 @@ from tests.runs import Shared
 
 # Matrices of two, four and more FP8 blocks: only the experts' 256 columns limit what fits.
 WIDE = replace(TINY, hidden_size=128, moe_intermediate_size=256, intermediate_size=2048, num_attention_heads=8,
-               q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128)  # fmt: skip
+               q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=128,
+               v_head_dim=128)  # fmt: skip
 
 
 def plan_of(folder: Path, **fields: object) -> QuantPlan:
