@@ -88,18 +88,25 @@ class Run:
         return self.prepared.plan
 
     def copy_shards(self, journal: Journal) -> None:
-        """Models that are INT4 already: the same shards under the same names. Copied ones are taken over."""
-        shards, folder = self.plan.shard_tensors(), self.prepared.reader.folder
-        for number in range(len(journal.steps), len(shards)):
-            shard, tensors = list(shards.items())[number]
-            self.progress.stage(None, len(shards), f"copying {shard}")
-            self.writer.copy_file(folder, Path(shard))
-            self.prepared.watch.check([shard])
-            sizes = {tensor.name: tensor.nbytes for tensor in tensors}
-            self.writer.note_shard(shard, sizes)
-            journal.finish_step(Step(number, shard, self.writer.sha256[shard], sizes, [], None), None)
-            self.progress.layer_done(number, len(shards))
-            self._stop_if_asked(f"Stopped after shard {number + 1} of {len(shards)}.")
+        """Models that are INT4 already: the same shards under the same names. Copied ones are taken over.
+
+        In each step every rank copies one, as long as there are some.
+        """
+        shards, ranks = list(self.plan.shard_tensors().items()), self.prepared.ranks
+        total = -(-len(shards) // ranks.size)
+        for number in range(len(journal.steps), total):
+            sizes: dict[str, int] = {}
+            shard = ""
+            if number * ranks.size + ranks.rank < len(shards):
+                shard, tensors = shards[number * ranks.size + ranks.rank]
+                sizes = {tensor.name: tensor.nbytes for tensor in tensors}
+                self.progress.stage(None, total, f"copying {shard}")
+                self.writer.copy_file(self.prepared.reader.folder, Path(shard))
+                self.prepared.watch.check([shard])
+                self.writer.note_shard(shard, sizes)
+            journal.finish_step(Step(number, shard, self.writer.sha256.get(shard, ""), sizes, [], None), None)
+            self.progress.layer_done(number, total)
+            self._stop_if_asked(f"Stopped after step {number + 1} of {total}.")
 
     def quantize(self, journal: Journal) -> None:
         """Step 0 writes what lies outside the layers, step n + 1 does layer n. Finished steps are taken over."""
@@ -192,8 +199,8 @@ class Run:
             store = self._mtp_store(runner, layer, store) if calibrated else None
             recipe = recipe if calibrated else recipe.model_copy(update={"solver": "rtn"})
         moe = layer in facts.moe_layers
-        own = self.prepared.ranks.own(facts.num_experts)
-        chunks = expert_chunks(own, runner.device.type, *runner.gate_up_shape(layer)) if moe else []
+        own, fewest = self.prepared.ranks.own(facts.num_experts), facts.num_experts // self.prepared.ranks.size
+        chunks = expert_chunks(own, fewest, runner.device.type, *runner.gate_up_shape(layer)) if moe else []
         for first in chunks[:1]:
             runner.read_ahead(layer, first, GATE_UP)
         capture = None
@@ -210,7 +217,7 @@ class Run:
         )  # fmt: skip
         solved = solver.solve()
         if store is not None and solved.output_TH is not None:
-            _add_experts(store, solved.output_TH)
+            add_experts(store, solved.output_TH)
             solved.output_TH = None  # a quarter of a GPU, while the layer waits to be written
         return solved
 
@@ -304,13 +311,14 @@ def step_results(journal: Journal) -> list[ModuleResult]:
         raise OutputError(f"{journal.folder}: a step's results are damaged. Add --restart to begin anew.") from None
 
 
-def _add_experts(store: ActivationStore, output_TH: Tensor) -> None:
+def add_experts(store: ActivationStore, output_TH: Tensor) -> None:
     """Add the experts' part to a layer output that was computed without it, rounding once."""
-    length = store.shape[1]
+    length, finite = store.shape[1], []
     for batch in store.batches():
         rows = output_TH[batch.start * length : batch.stop * length]
         base = store.read(batch, output_TH.device)
         total = (base.float() + rows.reshape(base.shape)).to(base.dtype)
-        if not bool(torch.isfinite(total).all()):
-            raise CalibrationError("the experts' output is NaN or Inf; look at the source's weights and the data.")
+        finite.append(torch.isfinite(total).all())
         store.write(batch, total)
+    if not bool(torch.stack(finite).all()):  # after all of them, so that a GPU is not waited for between two batches
+        raise CalibrationError("the experts' output is NaN or Inf; look at the source's weights and the data.")

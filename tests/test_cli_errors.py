@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvq.quantize import gptq
+from kvq.quantize.sweep import Swept
 from tests.checkpoints import drop_tensor as drop
 from tests.checkpoints import (
     edit_config,
@@ -276,10 +277,11 @@ def test_the_hub_does_not_answer(fails: Fails, monkeypatch: pytest.MonkeyPatch, 
 def refuse_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every factorization fails, at any dampening; codes stay rounded."""
 
-    def sweep(weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return weight, torch.ones(weight.shape[0], dtype=torch.bool)
+    def sweep(weight: torch.Tensor, *_: Any) -> Swept:
+        every_E = torch.ones(weight.shape[0], dtype=torch.bool)
+        return Swept(torch.zeros(weight.shape, dtype=torch.int8), failed_E=every_E, finite_E=every_E)
 
-    monkeypatch.setattr(gptq, "gptq_sweep", sweep)
+    monkeypatch.setattr(gptq, "ldl_sweep", sweep)
 
 
 def test_too_many_fallbacks(fails: Fails, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

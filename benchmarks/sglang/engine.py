@@ -16,6 +16,7 @@ from typing import Any
 
 PORT = 30111
 LOG_TAIL = 2500
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class ServerDiedError(Exception):
@@ -36,18 +37,29 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def kvq(command: str, *arguments: object) -> int:
+    """Run kvq of this repository; its words go where ours go."""
+    words = [sys.executable, "-m", "kvq", command, *map(str, arguments)]
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    return subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+
+
+def server_command(settings: Mapping[str, Any], config: Path | None, port: int = PORT) -> list[str]:
+    """`settings` win over the YAML `config`."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
+    return [*command, *(["--config", str(config)] if config else []), *flags(settings)]
+
+
 @contextmanager
 def serving(
     settings: Mapping[str, Any], log: Path, environment: Mapping[str, str] | None = None, *,
     config: Path | None = None, wait_s: float = 300, port: int = PORT,
 ) -> Iterator[float]:  # fmt: skip
     """A server that answers, and the seconds that it took to get there. `settings` win over the YAML `config`."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
-    command += ["--config", str(config)] if config else []
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, *flags(settings)], env={**os.environ, **(environment or {})}, stdout=output,
+            server_command(settings, config, port), env={**os.environ, **(environment or {})}, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:

@@ -168,16 +168,20 @@ class ModelRunner:
             fit_indexer(module.self_attn, length)
         with torch.no_grad():
             rotary = self.rotary(torch.empty(1, dtype=self.dtype, device=self.device), position_ids)
+            finite = []
             for batch in store.batches():
                 output_BSH = self._forward(module, layer, store, batch, rotary)
-                if not bool(torch.isfinite(output_BSH).all()):
-                    raise CalibrationError(
-                        f"layer {layer} gives NaN or Inf for sequences {batch.start} to {batch.stop - 1} of the data: "
-                        f"look at the weights in {self.reader.folder} (`kvq verify` it) and at these rows."
-                    )
+                finite.append(torch.isfinite(output_BSH).all())
                 store.write(batch, output_BSH)
                 if after is not None:
                     after(batch)
+        # After all of them, so that a GPU is not waited for between two batches.
+        for batch, fine in zip(store.batches(), torch.stack(finite).tolist(), strict=True):
+            if not fine:
+                raise CalibrationError(
+                    f"layer {layer} gives NaN or Inf for sequences {batch.start} to {batch.stop - 1} of the data: "
+                    f"look at the weights in {self.reader.folder} (`kvq verify` it) and at these rows."
+                )
 
     def _forward(self, module: Any, layer: int, store: ActivationStore, batch: slice, rotary: Tensor) -> Tensor:
         hidden_BSH = store.read(batch, self.device)

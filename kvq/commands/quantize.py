@@ -120,10 +120,14 @@ def _dry_run_from_hub(repo: str, revision: str | None, recipe: "Recipe", out: Pa
     from kvq.checkpoint.writer import check_output
     from kvq.console import OUT, plan_dict, show_plan
     from kvq.recipes.plan import resolve_plan
+    from kvq.shares import launched
 
+    rank, size = launched()
     metadata = read_metadata(repo, revision)
-    plan = resolve_plan(recipe, metadata.config, metadata.index)
+    plan = resolve_plan(recipe, metadata.config, metadata.index, size)
     check_output(out, plan.output_bytes)
+    if rank:
+        return
     if as_json:
         print_json(plan_dict(plan, out))
     else:

@@ -128,6 +128,14 @@ def notes_text(configs: Sequence[SglangConfig], workable: Sequence[Parallel]) ->
     return "\n".join(lines) + "\n"
 
 
+def router_command() -> str:
+    """In front of a pair; PREFILL and DECODE are the roles' hosts."""
+    return (
+        "python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://PREFILL:30000 "
+        f"{BOOTSTRAP_PORT} --decode http://DECODE:30000 --host 0.0.0.0 --port 8000"
+    )
+
+
 def _pair_notes(config: SglangConfig) -> list[str]:
     """Prefill and decode apart."""
     version = config.deployment.version
@@ -150,8 +158,7 @@ def _pair_notes(config: SglangConfig) -> list[str]:
         f"{checksum}. Transfer: Mooncake over RDMA (`disaggregation-ib-device` names the cards; "
         "`disaggregation-transfer-backend: nixl` is the other choice), the same in both.",
         "",
-        "    python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://PREFILL:30000 "
-        f"{BOOTSTRAP_PORT} --decode http://DECODE:30000 --host 0.0.0.0 --port 8000",
+        f"    {router_command()}",
         "",
         "with each role started as `serving/sglang-ROLE.sh --host 0.0.0.0 --port 30000`.",
     ]

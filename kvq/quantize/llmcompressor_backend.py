@@ -1,5 +1,7 @@
 """The one module that imports llmcompressor: its batched GPTQ sweep (Triton on CUDA).
 
+A run does not use it: `sweep.py` gives the same codes three times as fast. Tests and benchmarks hold the two together.
+
 Two habits of `quantize_weight` are kept from the caller: it works inside the tensors it is given, and it sets the
 weights of columns with a zero Hessian diagonal to zero.
 """

@@ -66,14 +66,18 @@ def _value(check: Check, reader: CheckpointReader, name: str) -> float:
 def emulate_loading(
     row: Delivery, facts: ModelFacts, names: list[str], quantization: Mapping[str, Any] | None
 ) -> dict[str, list[str]]:
-    """Names that are `matched` and `ignored`, and parameters of decoder layers that stay `missing` (then 1.0)."""
+    """Names that are `matched`, `ignored` and `refused`, and parameters of decoder layers that stay `missing` (1.0)."""
     conditions = conditions_of(quantization)
-    matched, ignored, filled = [], [], set()
+    matched: list[str] = []
+    ignored: list[str] = []
+    refused: list[str] = []
+    filled: set[str] = set()
     for name in names:
         place = facts.place_of(name)
         parameter = None if place is None else row.lands_in(place[1], conditions)
         if place is None or parameter is None:
-            ignored.append(name)
+            stops = place is not None and row.refuses(place[1], conditions)
+            (refused if stops else ignored).append(name)
         else:
             matched.append(name)
             filled.add(f"{facts.layer_prefix(place[0])}{parameter}")
@@ -81,13 +85,16 @@ def emulate_loading(
     if conditions.intersection(row.parameters_when):
         home = {"sglang": "self_attn.attn_mqa.", "vllm": "self_attn.attn.", "transformers": "self_attn."}[row.target]
         expected = [facts.layer_prefix(i) + home + name for i in range(facts.num_layers) for name in SCALE_NAMES]
-    return {"matched": matched, "ignored": ignored, "missing": [name for name in expected if name not in filled]}
+    missing = [name for name in expected if name not in filled]
+    return {"matched": matched, "ignored": ignored, "refused": refused, "missing": missing}
 
 
 def _expect_right(check: Check, row: Delivery, found: Mapping[str, list[str]], values: Mapping[str, float]) -> None:
     for name in found["matched"]:
         harmless = row.verdict == "used" or values[name] == 1.0
         check.expect(harmless, f"{name} would be loaded by {row.engine} and do harm: {row.reason}")
+    for name in found["refused"]:
+        check.expect(False, f"{row.engine} does not start with {name}, which it has no place for; remove it")
     if row.verdict == "used":
         check.num_checked += 1
         if found["missing"]:

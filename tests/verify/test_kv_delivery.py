@@ -96,6 +96,18 @@ def test_verification_looks_at_them_too(tmp_path: Path) -> None:
         assert next(check for check in report.checks if check.name == "KV scales").passed == passed
 
 
+@pytest.mark.parametrize(("family", "source", "below"), [
+    ("glm4_moe", "fp8_channel", "self_attn.attn_mqa.k_scale"),
+    ("deepseek_v3", "fp8_block", "self_attn.k_proj.output_scale"),
+])  # fmt: skip
+def test_a_name_with_which_vllm_does_not_start_is_a_problem(
+    tmp_path: Path, family: str, source: str, below: str
+) -> None:
+    found = check(tmp_path, family, source, {below: 0.5}, "vllm", False)
+    said = f"vllm 0.32.0 does not start with model.layers.0.{below}, which it has no place for; remove it"
+    assert found.problems[0] == said
+
+
 def test_a_scale_of_one_does_no_harm(tmp_path: Path) -> None:
     found = check(tmp_path, "deepseek_v3", "fp8_block", {"self_attn.k_proj.k_scale": 1.0}, "sglang", False)
     assert found.passed and "1 loaded" in found.note
