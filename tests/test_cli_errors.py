@@ -344,6 +344,16 @@ def test_out_of_memory_is_one_sentence(
     fails(source, *SET, code=9, says=("out of memory", "num_calibration_samples"))
 
 
+def test_a_place_that_nobody_looked_at_is_named_without_a_number(
+    fails: Fails, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error", "/disk/file")
+
+    monkeypatch.setattr("kvq.pipeline.quantize_checkpoint", failing)
+    fails(source, *SET, code=7, says=("kvq: /disk/file: Input/output error. Mend that",))
+
+
 def test_names_in_square_brackets_are_printed(kvq_main: Kvq, shared: Shared, tmp_path: Path) -> None:
     out = tmp_path / "x[/b]y[red]"
     said = kvq_main("quantize", shared.source("kimi-k2"), *SET, "--set=solver=rtn", "--out", out)
