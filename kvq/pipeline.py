@@ -3,8 +3,6 @@
 reader -> plan -> calibration forward -> solver -> packer -> writer -> manifest
 """
 
-import hashlib
-import json
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,14 +17,15 @@ from kvq.calibration.rows import Place
 from kvq.checkpoint.journal import Journal, can_continue, discard
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
-from kvq.checkpoint.unchanged import SourceWatch, content_digest
+from kvq.checkpoint.unchanged import SourceWatch, source_digest
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
 from kvq.errors import CalibrationError, CheckpointError, OutputError, RecipeError
+from kvq.publish.events import Progress
 from kvq.publish.manifest import package_versions
 from kvq.ranks import ALONE, Ranks
 from kvq.recipes.plan import resolve_plan
 from kvq.recipes.schema import Recipe
-from kvq.run import Prepared, Progress, Run
+from kvq.run import Prepared, Run
 from kvq.stop import StopRequest
 
 
@@ -143,16 +142,13 @@ def _load_calibration(prepared: Prepared) -> TokenSet | None:
 
 def _fingerprint(prepared: Prepared, tokens: TokenSet | None) -> dict[str, object]:
     """All that the output depends on. A difference in any of these forbids going on with a run."""
-    folder, index = prepared.reader.folder, prepared.reader.index
-    content = content_digest(folder, index.shards)
-    layout = {name: [info.shard, info.dtype, info.shape, info.offset] for name, info in sorted(index.tensors.items())}
-    described = json.dumps([content, layout, prepared.reader.config], sort_keys=True)
+    reader = prepared.reader
     return {
         "kvq version": __version__,
         "package versions": package_versions(),
         "recipe": prepared.plan.recipe.sha256,
         "source": [prepared.source.name, prepared.source.revision],
-        "source files": hashlib.sha256(described.encode()).hexdigest(),
+        "source files": source_digest(reader.folder, reader.config, reader.index),
         "calibration data": None if tokens is None else [tokens.title, tokens.sha256],
         "device": prepared.device.type,
         "number of ranks": prepared.ranks.size,

@@ -6,7 +6,6 @@ Shape suffixes: T = tokens, H = hidden size.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +26,8 @@ from kvq.checkpoint.source import Source
 from kvq.checkpoint.unchanged import SourceWatch
 from kvq.checkpoint.writer import CheckpointWriter, dump_json
 from kvq.errors import CalibrationError, OutputError, QuantizationError, StoppedError
+from kvq.publish.card_metadata import CARD, SOURCE_CARD
+from kvq.publish.events import Progress
 from kvq.publish.kv_run import KvStage, kv_stage
 from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, printable
 from kvq.publish.plan_report import output_kinds
@@ -43,16 +44,8 @@ from kvq.recipes.scheme import output_config
 from kvq.stop import StopRequest
 
 # The source's model card says things that are no longer true of the output.
-RENAMED_SIDE_FILES = {"README.md": "SOURCE_README.md"}
+RENAMED_SIDE_FILES = {CARD: SOURCE_CARD}
 WRITTEN_BY_KVQ = ("config.json", MANIFEST_NAME)
-
-
-class Progress(Protocol):
-    """What a run tells while it goes on."""
-
-    def stage(self, layer: int | None, num_layers: int, text: str) -> None: ...
-
-    def layer_done(self, layer: int, num_layers: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +217,7 @@ class Run:
         )  # fmt: skip
         solved = solver.solve()
         if store is not None and solved.output_TH is not None:
-            _add_experts(store, solved.output_TH)
+            add_experts(store, solved.output_TH)
             solved.output_TH = None  # a quarter of a GPU, while the layer waits to be written
         return solved
 
@@ -253,10 +246,9 @@ class Run:
         if len(failed) > allowed * self.plan.num_modules:
             raise QuantizationError(
                 f"{len(failed)} of {self.plan.num_modules} modules fell back to round-to-nearest (allowed "
-                f"{allowed:.1%}); the "
-                f"first is {failed[0].name}, {failed[0].outcome}, {failed[0].num_tokens} tokens. Give more "
-                f"calibration data, "
-                "raise dampening_frac or max_fallback_frac with --set, or use --set solver=rtn."
+                f"{allowed:.1%}); the first is {failed[0].name}, {failed[0].outcome}, {failed[0].num_tokens} tokens. "
+                "Give more calibration data, raise dampening_frac or max_fallback_frac with --set, or use --set "
+                "solver=rtn."
             )
 
     def _make(self, tensor: TensorPlan, packed: Mapping[str, Tensor]) -> Tensor:
@@ -319,13 +311,14 @@ def step_results(journal: Journal) -> list[ModuleResult]:
         raise OutputError(f"{journal.folder}: a step's results are damaged. Add --restart to begin anew.") from None
 
 
-def _add_experts(store: ActivationStore, output_TH: Tensor) -> None:
+def add_experts(store: ActivationStore, output_TH: Tensor) -> None:
     """Add the experts' part to a layer output that was computed without it, rounding once."""
-    length = store.shape[1]
+    length, finite = store.shape[1], []
     for batch in store.batches():
         rows = output_TH[batch.start * length : batch.stop * length]
         base = store.read(batch, output_TH.device)
         total = (base.float() + rows.reshape(base.shape)).to(base.dtype)
-        if not bool(torch.isfinite(total).all()):
-            raise CalibrationError("the experts' output is NaN or Inf; look at the source's weights and the data.")
+        finite.append(torch.isfinite(total).all())
         store.write(batch, total)
+    if not bool(torch.stack(finite).all()):  # after all of them, so that a GPU is not waited for between two batches
+        raise CalibrationError("the experts' output is NaN or Inf; look at the source's weights and the data.")

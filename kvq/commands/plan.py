@@ -48,8 +48,7 @@ def plan(
     rows = []
     for one in chosen:
         resolved = resolve_plan(one, metadata.config, metadata.index, ranks)
-        longest = int(resolved.facts.text_config.get("max_position_embeddings") or 2**31)
-        deployment = make_deployment(kind, gpus, parallel, context, kv_dtype, longest)
+        deployment = make_deployment(kind, gpus, parallel, context, kv_dtype, resolved.facts.max_positions)
         report = plan_report(metadata, resolved, deployment, device, target)
         rows.append(comparison_row(report) if compare else report)
     if as_json:

@@ -3,6 +3,9 @@
 from itertools import pairwise
 
 CHUNK_BYTES = {"cpu": 2**30, "cuda": 12 * 2**30}
+# Inputs of down that are kept from their statistics to the layer's output; the rest are computed twice. A GPU has no
+# room for them beside a layer of real size.
+KEPT_BYTES = {"cpu": 2**28, "cuda": 0}
 
 
 def chunk_bytes_per_expert(rows: int, columns: int) -> int:

@@ -19,6 +19,7 @@ from kvq.calibration.experts import gated_activation
 from kvq.calibration.stats import cross_gram, gram
 from kvq.quantize.awq import search_smoothing
 from kvq.quantize.capture import Capture
+from kvq.quantize.chunks import KEPT_BYTES
 from kvq.quantize.drift import corrected_weight
 from kvq.quantize.moments import borrowed_share, borrowed_tokens, expert_moments
 from kvq.quantize.pack import pack_batch
@@ -65,6 +66,8 @@ class LayerSolver:
     progress: Callable[[str], None]
     _solved: SolvedLayer = field(default_factory=SolvedLayer)
     _gate_up: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
+    _hidden: dict[int, Tensor] = field(default_factory=dict)
+    _kept_bytes: int = 0
     _down_sums: dict[int, Tensor] = field(default_factory=dict)
     _drift_sums: dict[int, Tensor] = field(default_factory=dict)
     _smoothing: dict[int, Tensor] = field(default_factory=dict)
@@ -118,10 +121,18 @@ class LayerSolver:
             index = expert - experts.start
             self._gate_up[expert] = self._used(weight_EJH, solved, index)
             hidden_TI = gated_activation(tokens_TH, self._gate_up[expert]())
+            self._keep(expert, hidden_TI)
             self._down_sums[expert] = gram(hidden_TI)
             if self._corrects_drift:
                 drift_TI = gated_activation(tokens_TH, weight_EJH[index]) - hidden_TI
                 self._drift_sums[expert] = cross_gram(drift_TI, hidden_TI)
+
+    def _keep(self, expert: int, hidden_TI: Tensor) -> None:
+        """For the output, while there is room. Several ranks exchange an expert's tokens in step: they keep none."""
+        assert self.capture is not None
+        if self.capture.ranks.size == 1 and self._kept_bytes + hidden_TI.nbytes <= KEPT_BYTES[self.device.type]:
+            self._kept_bytes += hidden_TI.nbytes
+            self._hidden[expert] = hidden_TI
 
     @property
     def _corrects_drift(self) -> bool:
@@ -132,7 +143,7 @@ class LayerSolver:
         if not self.recipe.propagate_error:
             return lambda: weight_EOC[index]
         codes_OC, scale_OG, dtype = solved.codes_EOI[index], solved.scale_EOG[index], weight_EOC.dtype
-        return lambda: from_codes(codes_OC, scale_OG).to(dtype)
+        return lambda: from_codes(codes_OC, scale_OG, dtype)
 
     def _smoothed(self, experts: range, weight_EJH: Tensor) -> Tensor:
         """Rows of up divided by the factors that down's columns will be multiplied by."""
@@ -175,7 +186,9 @@ class LayerSolver:
             return
 
         def output_of(expert: int, tokens_TH: Tensor) -> Tensor:
-            hidden_TI = gated_activation(tokens_TH, self._gate_up.pop(expert)())
+            used, hidden_TI = self._gate_up.pop(expert), self._hidden.pop(expert, None)
+            if hidden_TI is None:
+                hidden_TI = gated_activation(tokens_TH, used())
             return F.linear(hidden_TI, self._used(weight_EHI, solved, expert - experts.start)())
 
         assert self._solved.output_TH is not None
@@ -184,10 +197,9 @@ class LayerSolver:
     def _record(self, experts: range, batch: SolverBatch, solved: SolvedBatch, rows: dict[str, slice]) -> None:
         """Pack each projection and note its errors."""
         delta_EOC = from_codes(solved.codes_EOI, solved.scale_EOG) - batch.weight_EOI
-        weight_errors = _row_energy(delta_EOC, None), _row_energy(batch.weight_EOI, None)
-        output_errors, down = None, "down_proj" in rows
-        if batch.hessian_EII is not None:
-            output_errors = _row_energy(delta_EOC, batch.hessian_EII), _row_energy(batch.weight_EOI, batch.hessian_EII)
+        down, moments = "down_proj" in rows, [None] if batch.hessian_EII is None else [None, batch.hessian_EII]
+        energies = [_row_energy(value, moment) for moment in moments for value in (delta_EOC, batch.weight_EOI)]
+        errors = torch.stack(energies).cpu()  # at once: each copy waits for the device
         packed = pack_batch(solved.codes_EOI, solved.scale_EOG)
         for index, expert in enumerate(experts):
             tokens = None if self.capture is None else self.capture.count(expert)
@@ -202,8 +214,8 @@ class LayerSolver:
                         num_tokens=tokens,
                         blend_weight=borrowed,
                         dampening_frac=None if batch.hessian_EII is None else solved.dampening[index],
-                        relative_weight_error=_relative(weight_errors, index, part),
-                        relative_output_error=None if output_errors is None else _relative(output_errors, index, part),
+                        relative_weight_error=_relative(errors[:2], index, part),
+                        relative_output_error=_relative(errors[2:], index, part) if len(errors) > 2 else None,
                     )
                 )
 
@@ -221,7 +233,7 @@ def solve_batch(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
 
 
 def _row_energy(matrix_EOC: Tensor, moment_ECC: Tensor | None) -> Tensor:
-    """Per row, its square under the second moment of the input (or the plain square): [E, O] on the host.
+    """Per row, its square under the second moment of the input (or the plain square): [E, O].
 
     All matrices may share one moment.
 
@@ -234,9 +246,9 @@ def _row_energy(matrix_EOC: Tensor, moment_ECC: Tensor | None) -> Tensor:
         other = torch.bmm(matrix_EOC.bfloat16(), moments, out_dtype=torch.float32)
     else:
         other = torch.matmul(matrix_EOC, moment_ECC)
-    return (matrix_EOC * other).sum(dim=-1).cpu()
+    return (matrix_EOC * other).sum(dim=-1)
 
 
-def _relative(error_and_whole: tuple[Tensor, Tensor], index: int, part: slice) -> float:
+def _relative(error_and_whole: Tensor, index: int, part: slice) -> float:
     error, whole = (float(value[index, part].double().sum()) for value in error_and_whole)
     return (max(error, 0.0) / whole) ** 0.5 if whole > 0 else 0.0

@@ -303,8 +303,8 @@ def _check_layers(facts: ModelFacts, index: CheckpointIndex) -> None:
     if unknown:
         raise CheckpointError(
             f"{index.folder}: there are tensors of layer {unknown[0]}, but config.json counts {facts.num_layers} "
-            f"layers and "
-            f"{facts.num_mtp_layers} MTP layers (num_nextn_predict_layers). Is config.json from another release?"
+            f"layers and {facts.num_mtp_layers} MTP layers (num_nextn_predict_layers). Is config.json from another "
+            "release?"
         )
 
 
