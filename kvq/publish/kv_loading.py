@@ -79,7 +79,10 @@ def emulate_loading(
 ) -> dict[str, list[str]]:
     """Names that are `matched`, `ignored` and `refused`, and parameters of decoder layers that stay `missing` (1.0)."""
     conditions = conditions_of(quantization)
-    matched, ignored, refused, filled = [], [], [], set()
+    matched: list[str] = []
+    ignored: list[str] = []
+    refused: list[str] = []
+    filled: set[str] = set()
     for name in names:
         place = facts.place_of(name)
         parameter = None if place is None else row.lands_in(place[1], conditions)
