@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from kvq.checkpoint.architecture import Attention
-from kvq.publish.kv_delivery import KV_CACHE_SCHEME, conditions_of, deliveries
+from kvq.verify.kv_delivery import KV_CACHE_SCHEME, conditions_of, deliveries
 
 LAYER = "model.layers.1."
 NAMES = tuple(

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from kvq.checkpoint.architecture import ModelFacts, model_facts
 from kvq.checkpoint.formats import detect_format
-from kvq.checkpoint.index import MANIFEST_NAME, load_index, load_json
-from kvq.errors import CheckpointError
+from kvq.checkpoint.index import MANIFEST_NAME, expect_folder, load_index, load_json
 from kvq.publish.parallel import GROUPS, Cut
 from kvq.recipes.plan import QuantPlan
 from kvq.recipes.tally import Kind, tally
@@ -71,8 +70,7 @@ def served_from_plan(plan: QuantPlan, kinds: list[Kind], source: Path, config: M
 
 def served_from_folder(folder: Path) -> Served:
     """Any checkpoint folder that kvq reads. Raises CheckpointError for others."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder. Give a checkpoint.")
+    expect_folder(folder)
     config = load_json(folder / "config.json")
     index = load_index(folder)
     facts, stored = model_facts(config, folder), detect_format(config, index)

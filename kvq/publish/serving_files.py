@@ -5,11 +5,11 @@ run writes the same bytes. The manifest does not hash these files; `kvq serve-co
 """
 
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvq.checkpoint.writer import umask
 from kvq.errors import OutputError
 from kvq.publish.engines import SGLANG_VERSIONS
 from kvq.publish.parallel import Parallel
@@ -188,12 +188,6 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
             if name.endswith(".sh"):
-                (folder / name).chmod(0o777 & ~_umask())
+                (folder / name).chmod(0o777 & ~umask())
     except OSError as error:
         raise OutputError(f"{folder}: cannot be written ({error.strerror}). Choose another --out.") from None
-
-
-def _umask() -> int:
-    current = os.umask(0o077)
-    os.umask(current)
-    return current

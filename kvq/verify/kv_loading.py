@@ -1,34 +1,23 @@
 """Which KV scales of a checkpoint an engine would load: the loaders' name mapping, emulated from the delivery table."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvq.checkpoint.architecture import ModelFacts, model_facts
 from kvq.checkpoint.formats import find_quantization_config
-from kvq.checkpoint.index import MANIFEST_NAME, load_json
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.errors import CheckpointError
-from kvq.publish.kv_delivery import SCALE_NAMES, Delivery, Target, conditions_of, deliveries, known_target
+from kvq.verify.kv_delivery import SCALE_NAMES, Delivery, Target, conditions_of, deliveries
 from kvq.verify.report import Check
 
 ENDINGS = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
-def kv_scale_names(reader: CheckpointReader) -> list[str]:
+def kv_scale_names(names: Iterable[str]) -> list[str]:
     """Tensors that are meant as KV scales, under any name in use."""
-    return sorted(name for name in reader.index.tensors if ".self_attn." in name and name.endswith(ENDINGS))
-
-
-def target_of(folder: Path) -> Target:
-    """The engine that the manifest was written for; SGLang without one."""
-    path = folder / MANIFEST_NAME
-    try:
-        target = load_json(path).get("target") if path.exists() else None
-    except CheckpointError:
-        target = None  # verification says so itself
-    return known_target(target)
+    return sorted(name for name in names if ".self_attn." in name and name.endswith(ENDINGS))
 
 
 def check_kv_scales(folder: Path, target: Target) -> Check:
@@ -41,7 +30,7 @@ def check_kv_scales(folder: Path, target: Target) -> Check:
     except CheckpointError:
         check.note = "the folder cannot be opened"
         return check
-    names = kv_scale_names(reader)
+    names = kv_scale_names(reader.index.tensors)
     described = find_quantization_config(reader.config)
     if not names and not (described or {}).get("kv_cache_scheme"):
         check.note = "none in the checkpoint: an FP8 cache is kept at 1.0"

@@ -171,8 +171,8 @@ TABLE: tuple[Delivery, ...] = (
 
 def known_target(name: object) -> Target:
     """A target by its name; SGLang for any other."""
-    known: Mapping[object, Target] = {"vllm": "vllm", "transformers": "transformers"}
-    return known.get(name, "sglang")
+    known: Mapping[str, Target] = {"vllm": "vllm", "transformers": "transformers"}
+    return known.get(str(name), "sglang")  # from a manifest, where it may be anything
 
 
 def deliveries(target: Target, attention: Attention) -> list[Delivery]:
