@@ -33,12 +33,16 @@ unit: $(VENV)/installed
 	$(BIN)/python -m pytest
 
 # The GPU's loops in Triton's interpreter. Not in the environment itself: there it would change what other packages do.
+# Its interpreter needs a numpy before 2.4, which lies beside it and comes first on the path.
 TRITON = $(VENV)/triton
-$(TRITON)/triton: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.6.0
+$(TRITON)/installed: $(VENV)/installed Makefile
+	rm -rf $(TRITON)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.6.0 numpy==2.3.5
+	touch $@
 
-kernels: $(TRITON)/triton
-	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/quantize/test_triton_kernels.py
+kernels: $(TRITON)/installed
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/quantize/test_triton_kernels.py \
+	  tests/integrity/test_kernels.py
 
 # The engine's own code on a CPU, in environments of their own: SGLang wants other versions of transformers and
 # compressed-tensors than kvq. They lie over .venv, which has torch and pytest. The cases are made by kvq, read by SGLang.

@@ -143,6 +143,18 @@ def test_refused_before_a_model_is_loaded(
     assert said.code == code and reason in said.err and "Traceback" not in said.err
 
 
+@pytest.mark.parametrize("command", ["tasks", "tool-calls"])
+@pytest.mark.parametrize("missing", ["checkpoint", "source"])
+def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
+    kvq_main: Kvq, folder: Path, sums: Path, tmp_path: Path, command: str, missing: str
+) -> None:
+    gone = tmp_path / "gone"
+    places = (gone, folder) if missing == "checkpoint" else (folder, gone)
+    given = ["--task", sums] if command == "tasks" else ["--data", sums]
+    said = kvq_main(command, places[0], "--source", places[1], *given)
+    assert said.code == 3 and f"{gone}: no such folder. Give the folder of a checkpoint" in said.err
+
+
 def test_a_server_that_is_not_there(kvq_main: Kvq, folder: Path, sums: Path) -> None:
     dead = "http://127.0.0.1:9"
     said = kvq_main("tasks", folder, "--task", sums, "--server", dead, "--source-server", dead)

@@ -7,6 +7,7 @@ Shape suffixes: N = sequences, S = tokens per sequence.
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -135,7 +136,7 @@ def load_packed(folder: Path, vocab_size: int, place: Place | None, num_sequence
     length = min(seq_length, len(stream))
     count = min(num_sequences, len(stream) // length)
     tokens_NS = torch.tensor(stream[: count * length], dtype=torch.int64).reshape(count, length)
-    return TokenSet(tokens_NS, name, used, num_sequences, _digest([tokens_NS]), encoder.rendered_sha256)
+    return TokenSet(tokens_NS, name, used, num_sequences, tokens_sha256([tokens_NS]), encoder.rendered_sha256)
 
 
 def load_documents(folder: Path, vocab_size: int, place: Place, max_rows: int | None, seq_length: int) -> list[Tensor]:
@@ -150,9 +151,10 @@ def load_documents(folder: Path, vocab_size: int, place: Place, max_rows: int | 
     return kept
 
 
-def _digest(tokens: list[Tensor]) -> str:
+def tokens_sha256(groups: Iterable[Tensor]) -> str:
+    """Identifies the tokens of all groups [N, S], how they were cut, and their order."""
     digest = hashlib.sha256()
-    for sequence in tokens:
-        digest.update(str(list(sequence.shape)).encode())
-        digest.update(sequence.to(torch.int32).numpy().tobytes())
+    for tokens_NS in groups:
+        digest.update(str(list(tokens_NS.shape)).encode())
+        digest.update(tokens_NS.to(torch.int32).numpy().tobytes())
     return digest.hexdigest()

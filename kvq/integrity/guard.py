@@ -14,8 +14,9 @@ from torch import Tensor
 from kvq.errors import RecipeError
 from kvq.integrity.counters import Counters
 from kvq.integrity.incidents import Incidents
+from kvq.integrity.ranks import agree, least
 from kvq.integrity.settings import Settings
-from kvq.integrity.table import BAD_PAGE, VERDICT_FIELDS, PageTags, Writes, read_verdict
+from kvq.integrity.table import BAD_PAGE, EXPECTED_TAG, FOUND_TAG, VERDICT_FIELDS, PageTags, Writes, read_verdict
 
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 CACHES = ("RadixCache", "ChunkCache")
@@ -68,7 +69,9 @@ class Guard:
         self._double_frees = 0
         self._worked = False
         self._last_sweep = self._last_export = time.monotonic()
-        self._ranks = scheduler.attn_tp_group.device_group if scheduler.ps.attn_tp_size > 1 else None
+        self._ranks = scheduler.attn_tp_group if scheduler.ps.attn_tp_size > 1 else None
+        self.incidents.alone = self._ranks is None
+        self._to_agree: Tensor | None = None  # a sweep's result on this rank
 
     @property
     def aborts(self) -> bool:
@@ -99,6 +102,11 @@ class Guard:
     def freed(self, pages_N: Tensor) -> None:
         self.tags.free(pages_N)
 
+    def emptied(self) -> None:
+        """The engine emptied its pool."""
+        self.tags.reset()
+        self.incidents.emptied()
+
     def inserted(self, prefix_len: int, key_len: int) -> None:
         """The prefix cache took what it did not have yet of the row at work."""
         if self.inserting_row is not None:
@@ -121,7 +129,10 @@ class Guard:
         verdict_BF = self.tags.check(batch.req_pool_indices, most, writes=self._writes(batch) if self.aborts else None)
         if self._ranks is not None:
             # A fault that one rank sees must end the request on all: they schedule alike.
-            torch.distributed.all_reduce(verdict_BF, torch.distributed.ReduceOp.MAX, group=self._ranks)
+            if self._to_agree is not None:
+                verdict_BF[-1, EXPECTED_TAG:] = self._to_agree
+                self._to_agree = None
+            verdict_BF = agree(verdict_BF, self._ranks)
         self._next_buffer = (self._next_buffer + 1) % _BUFFERS
         self._pending.append(self._send(list(batch.reqs), verdict_BF, self._buffers[self._next_buffer]))
 
@@ -148,6 +159,12 @@ class Guard:
         self.read_all()
         if self.aborts and self.incidents.failed(req):
             self.incidents.settle(req)
+
+    def next_step(self) -> None:
+        """Before the scheduler plans a step, which ranks must do alike."""
+        if self._ranks is not None and self.incidents.unsettled:
+            self.incidents.keep_free(least(self.incidents.free_pages(), self._ranks))
+        self.between_steps()
 
     def between_steps(self) -> None:
         """Sweeps when it is time to, and exports the metrics."""
@@ -191,6 +208,8 @@ class Guard:
             self.counters.double_frees += double_frees - self._double_frees
             self._double_frees = double_frees
             self.incidents.double_free(repair=self.aborts)
+        if any(values[-1][EXPECTED_TAG:]):
+            self.incidents.sweep_found(values[-1][EXPECTED_TAG], values[-1][FOUND_TAG], repair=self.aborts)
         found = read_verdict(values[:-1])
         for at, violation in found.items():
             self.incidents.violation(pending.reqs[at], violation, abort=self.aborts)
@@ -203,9 +222,13 @@ class Guard:
             if self._swept.arrived is not None:
                 self._swept.arrived.synchronize()
             cached, listed = self._swept.verdict_BF[0, :2].tolist()
-            self._swept = None
-            if cached or listed:
+            if not (cached or listed):
+                pass
+            elif self._ranks is None:
                 self.incidents.sweep_found(cached, listed, repair=self.aborts)
+            else:  # ranks sweep when their own clocks say so: the next verdict tells all of them
+                self._to_agree = self._swept.verdict_BF[0, :2].to(self.tags.tag_P.device, copy=True)
+            self._swept = None
         self.counters.sweeps += 1
         found_BF = torch.zeros((1, VERDICT_FIELDS), dtype=torch.int32, device=self.tags.tag_P.device)
         slots_N = self.incidents.cached_slots()

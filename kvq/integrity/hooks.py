@@ -83,7 +83,7 @@ def before_release_page_ids(allocator: Any, *page_ids: Any) -> None:
 
 def after_clear(_result: None, allocator: Any) -> None:
     if _GUARD is not None and allocator is _GUARD.allocator:
-        _GUARD.tags.reset()
+        _GUARD.emptied()
 
 
 def around_release_kv_cache(original: Callable[..., Any], req: Any, tree_cache: Any, is_insert: bool = True) -> None:
@@ -149,7 +149,7 @@ def after_reset(_result: None, _cache: Any) -> None:
 
 def before_next_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if _GUARD is not None:
-        _GUARD.between_steps()
+        _GUARD.next_step()
         if _SETTINGS.faults:
             faults.inject(scheduler, _GUARD, _SETTINGS.faults)
 
@@ -167,7 +167,9 @@ def before_process_batch_result(_scheduler: Any, batch: Any, _result: Any) -> No
 def before_chunked_abort(scheduler: Any) -> None:
     """SGLang reports the abort of a chunked prefill without a reason; the first report that arrives counts."""
     req = scheduler._pending_chunked_abort_req
-    if _GUARD is None or req is None or scheduler.chunked_req is not req or not _GUARD.incidents.failed(req):
+    if _GUARD is None or not _GUARD.aborts or req is None or scheduler.chunked_req is not req:
+        return
+    if not _GUARD.incidents.failed(req):
         return
     from sglang.srt.managers.io_struct import AbortReq
 

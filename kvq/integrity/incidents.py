@@ -30,7 +30,9 @@ class Incidents:
         self.tags = tags
         self.counters = counters
         self.unsettled = False
+        self.alone = True  # no other rank schedules by this one's free pages
         self.namespace = 0
+        self._kept_back_N = self.allocator.free_pages[:0]
         self._failed: dict[str, str] = {}  # request id -> message; until its pages are freed
 
     def failed(self, req: Any) -> bool:
@@ -106,6 +108,8 @@ class Incidents:
 
     def put_in_order(self) -> None:
         """With nothing running: every page is free, or the cache's, once."""
+        self.allocator.free_pages = torch.cat([self.allocator.free_pages, self._kept_back_N])
+        self._kept_back_N = self._kept_back_N[:0]
         self.repair_cache()
         self._clean_free_list()
         slots_N = self.cached_slots()
@@ -118,6 +122,20 @@ class Incidents:
         self.unsettled = False
         self._failed.clear()
         logger.warning("KV pages are in order again after a violation; %d had no owner", orphans_N.numel())
+
+    def emptied(self) -> None:
+        """Every page is in the allocator's list again."""
+        self._kept_back_N = self._kept_back_N[:0]
+
+    def free_pages(self) -> int:
+        return len(self.allocator.free_pages) + len(self.allocator.release_pages)
+
+    def keep_free(self, count: int) -> None:
+        """Takes what is free beyond `count` pages, which other ranks do not have, out of use until all is in order."""
+        if self.free_pages() > count:
+            free_N = self._free_pages()
+            self._kept_back_N = torch.cat([self._kept_back_N, free_N[count:]])
+            self.allocator.free_pages, self.allocator.release_pages = free_N[:count], free_N[:0]
 
     def repair_cache(self) -> None:
         """Entries of the cache whose page is lost get another page, so that they free one when they go.
@@ -157,7 +175,7 @@ class Incidents:
         self._clean_free_list()
         tokens = count * self.tags.page_size
         slots_N = self.allocator.alloc(tokens)
-        if slots_N is None:
+        if slots_N is None and self.alone:  # else the others would go on hitting prefixes that are gone here
             self.scheduler.tree_cache.evict(EvictParams(num_tokens=tokens))
             self._clean_free_list()
             slots_N = self.allocator.alloc(tokens)

@@ -5,11 +5,11 @@ run writes the same bytes. The manifest does not hash these files; `kvq serve-co
 """
 
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvq.checkpoint.writer import umask
 from kvq.errors import OutputError
 from kvq.publish.engines import SGLANG_VERSIONS
 from kvq.publish.parallel import Parallel
@@ -128,6 +128,14 @@ def notes_text(configs: Sequence[SglangConfig], workable: Sequence[Parallel]) ->
     return "\n".join(lines) + "\n"
 
 
+def router_command() -> str:
+    """In front of a pair; PREFILL and DECODE are the roles' hosts."""
+    return (
+        "python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://PREFILL:30000 "
+        f"{BOOTSTRAP_PORT} --decode http://DECODE:30000 --host 0.0.0.0 --port 8000"
+    )
+
+
 def _pair_notes(config: SglangConfig) -> list[str]:
     """Prefill and decode apart."""
     version = config.deployment.version
@@ -150,8 +158,7 @@ def _pair_notes(config: SglangConfig) -> list[str]:
         f"{checksum}. Transfer: Mooncake over RDMA (`disaggregation-ib-device` names the cards; "
         "`disaggregation-transfer-backend: nixl` is the other choice), the same in both.",
         "",
-        "    python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://PREFILL:30000 "
-        f"{BOOTSTRAP_PORT} --decode http://DECODE:30000 --host 0.0.0.0 --port 8000",
+        f"    {router_command()}",
         "",
         "with each role started as `serving/sglang-ROLE.sh --host 0.0.0.0 --port 30000`.",
     ]
@@ -181,12 +188,6 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
             if name.endswith(".sh"):
-                (folder / name).chmod(0o777 & ~_umask())
+                (folder / name).chmod(0o777 & ~umask())
     except OSError as error:
         raise OutputError(f"{folder}: cannot be written ({error.strerror}). Choose another --out.") from None
-
-
-def _umask() -> int:
-    current = os.umask(0o077)
-    os.umask(current)
-    return current

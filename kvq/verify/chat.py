@@ -3,19 +3,21 @@
 The text is the model's own, special tokens included: tool calls are written with them.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvq.calibration.tokenizer_process import TokenizerProcess
+from kvq.checkpoint.index import expect_folder, load_json
 from kvq.errors import CheckpointError
 
 
 class ChatFormat:
-    """Messages to token ids, and ids to text."""
+    """Messages to token ids, and ids to text. Raises CheckpointError without a folder, CalibrationError without a
+    tokenizer."""
 
     def __init__(self, folder: Path) -> None:
+        expect_folder(folder)  # before transformers takes its name for a Hub id
         self.folder = folder
         self._tokenizer = TokenizerProcess(folder)
         self.stop_ids = stop_ids(folder)
@@ -39,11 +41,11 @@ def stop_ids(folder: Path) -> frozenset[int]:
         path = folder / name
         if not path.exists():
             continue
-        try:
-            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}).") from None
+        value = load_json(path).get("eos_token_id")
         ids = [value] if isinstance(value, int) else value
         if isinstance(ids, list) and ids and all(isinstance(one, int) for one in ids):
             return frozenset(ids)
-    raise CheckpointError(f"{folder}: neither generation_config.json nor config.json names an eos_token_id.")
+    raise CheckpointError(
+        f"{folder}: neither generation_config.json nor config.json names an eos_token_id, which ends an answer. "
+        "Download generation_config.json again."
+    )

@@ -5,6 +5,7 @@ is launched before the results of the last one are looked at. Hooks are installe
 scheduler's own methods are called from here, since there is no scheduler.
 """
 
+import pkgutil
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.plugins import hook_registry
 from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -58,7 +60,23 @@ def _decode(seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, _power: int
 def start_engine() -> None:
     """SGLang's process-wide configuration, for a CPU."""
     publish(ServerArgs(model_path="dummy", attention_backend="torch_native", device="cpu"), role="test")
+    plain_kernels()
+
+
+def plain_kernels() -> None:
     paged.alloc_extend_kernel, paged.alloc_decode_kernel = NaiveKernel(_extend), NaiveKernel(_decode)
+
+
+def unhook() -> None:
+    """Takes back what the plugin did to SGLang; there is no such thing outside of tests."""
+    for name in hooks.HOOKS:
+        owner_name, _, attribute = name.rpartition(".")
+        owner = pkgutil.resolve_name(owner_name)
+        hooked = getattr(owner, attribute)
+        setattr(owner, attribute, hooked.__wrapped__)
+        hook_registry._propagate_patch(hooked, hooked.__wrapped__, owner)
+    hook_registry.HookRegistry.reset()
+    hooks.attach(None)
 
 
 def kv_pool(kind: str, size: int, page_size: int) -> Any:

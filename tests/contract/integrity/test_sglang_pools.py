@@ -1,6 +1,7 @@
 """The plugin on SGLang's own allocators, request pool, radix cache, requests and batches. Runs where SGLang imports."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,18 +16,20 @@ if sglang.__version__ not in compat.SUPPORTED_VERSIONS:
 import sglang.srt.managers.scheduler
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from tests.contract.integrity.rig import PAGES, Rig, start_engine
+from tests.contract.integrity.rig import PAGES, Rig, start_engine, unhook
 
 POOLS = [("mha", 1), ("mla", 1), ("mla", 64), ("dsa", 64)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
+def installed() -> Iterator[None]:
     """As in the scheduler's process: its module is imported, then plugins are loaded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVQ_KV_TAGS", "abort")
         plugin.install()
     start_engine()
+    yield
+    unhook()
 
 
 def prompt(rig: Rig, pages: float, first: int = 0) -> list[int]:

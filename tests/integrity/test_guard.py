@@ -1,0 +1,201 @@
+"""The guard on a scheduler that only has what the guard asks of it: batches, verdicts, ranks, clocks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvq.integrity import guard as guard_module
+from kvq.integrity import hooks
+from kvq.integrity.guard import EXPORT_SECONDS, Guard
+from kvq.integrity.ranks import agree, least
+from tests.integrity.stub_scheduler import PAGES, PagedTokenToKVPoolAllocator, batch, make_guard, request
+
+
+def free(guard: Guard, *pages: int) -> None:
+    guard.freed(torch.tensor(pages))
+
+
+@pytest.fixture
+def other_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """What the other rank brings to a collective, by the name of the group."""
+    brought: dict[str, Tensor] = {}
+
+    def all_reduce(mine: Tensor, op: Any, group: str) -> None:
+        combine = torch.maximum if op == torch.distributed.ReduceOp.MAX else torch.minimum
+        mine.copy_(combine(mine, brought[group].to(mine.dtype)))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    return brought
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_an_idle_rank_checks_nothing_and_waits_for_nobody(idle: bool, other_rank: dict[str, Tensor]) -> None:
+    """DP attention: a rank without requests runs along with an empty batch. A collective would be a KeyError here."""
+    guard = make_guard(ranks=2)
+    guard.before_forward(batch(idle=idle))
+    guard.before_forward(batch(request(guard, 0, 2), idle=True))
+    guard.before_results(batch(idle=idle))
+    assert guard.counters.checks == 0 and not guard._pending
+
+
+def test_the_results_of_an_idle_batch_are_no_trouble_for_verdicts_under_way() -> None:
+    guard = make_guard()
+    req = request(guard, 0, 2)
+    free(guard, 1)
+    guard.before_forward(batch(req))
+    guard.before_results(batch(idle=True))
+    assert guard.counters.violations == 1
+
+
+def test_a_batch_s_results_wait_for_its_own_verdict_and_no_later_one() -> None:
+    guard = make_guard()
+    first, second = request(guard, 0, 2), request(guard, 1, 2)
+    free(guard, 2)
+    running = batch(first)
+    guard.before_forward(running)
+    guard.before_forward(batch(first, second))
+    guard.before_results(running)
+    assert guard.counters.violations == 1 and len(guard._pending) == 1
+
+
+def test_a_batch_that_changes_after_its_check_does_not_move_the_verdict() -> None:
+    guard = make_guard()
+    first, second = request(guard, 0, 2), request(guard, 1, 2)
+    free(guard, 3)
+    running = batch(first, second)
+    guard.before_forward(running)
+    running.reqs.reverse()
+    guard.read_all()
+    assert guard.counters.last_violation.startswith("request r1: page 3 ")
+
+
+@pytest.mark.parametrize(("page_size", "old", "new", "lost"), [(1, 3, 5, 5), (4, 3, 9, 3), (4, 4, 5, 2), (4, 4, 8, 2)])
+def test_reserved_places_of_speculation_are_recorded_to_the_last_page(
+    page_size: int, old: int, new: int, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lost` is the last page of the reserve. Where a draft writes is taken from the page table, so a batch has no list."""
+    guard = make_guard(page_size)
+    monkeypatch.setattr(hooks, "_GUARD", guard)
+    req = request(guard, 0, old)
+    have = -(-old // page_size)
+    slots_N = guard.allocator.alloc((-(-new // page_size) - have) * page_size)
+    guard.tags.slots_RS[0, have * page_size : have * page_size + len(slots_N)] = slots_N.int()
+    old_B, new_B = torch.tensor([old]), torch.tensor([new])
+    hooks.after_alloc_for_spec_decode(
+        None, req_pool_indices=torch.tensor([0]), cur_kv_lens=old_B, nxt_kv_lens=new_B, cur_kv_lens_cpu=old_B,
+        nxt_kv_lens_cpu=new_B,
+    )  # fmt: skip
+    req.kv.kv_allocated_len = new
+    guard.before_forward(batch(req, plain=False))
+    guard.read_all()
+    assert guard.counters.violations == 0
+    free(guard, lost)
+    guard.before_forward(batch(req, plain=False))
+    guard.read_all()
+    assert guard.counters.last_violation.startswith(f"request r0: page {lost} ")
+
+
+def test_what_one_rank_sees_ends_the_request_on_the_other(other_rank: dict[str, Tensor]) -> None:
+    guard = make_guard(ranks=2)
+    reqs = [request(guard, 0, 2), request(guard, 1, 2)]
+    other_rank["device"] = torch.tensor([[0, 0, 0, 0], [2, 7, 4, -4 + 2**32], [0, 3, 0, 0]])
+    guard.before_forward(batch(*reqs))
+    guard.read_all()
+    assert guard.counters.last_violation == (
+        "request r1: page 7 at position 1 of its page table is free: expected tag 4, found -4"
+    )
+    assert guard.counters.double_frees == 3
+
+
+def test_the_tag_of_a_freed_page_is_kept_against_a_sound_rank(other_rank: dict[str, Tensor]) -> None:
+    group = SimpleNamespace(device_group="device", cpu_group="cpu")
+    other_rank["device"] = torch.zeros((2, 4), dtype=torch.int64)
+    mine = torch.tensor([[2, 7, 4, -4], [0, 1, 0, 0]], dtype=torch.int32)
+    assert agree(mine, group).tolist() == mine.tolist()
+    other_rank["cpu"] = torch.tensor([5])
+    assert [least(count, group) for count in (4, 6)] == [4, 5]
+
+
+def test_a_sweep_s_finding_reaches_all_ranks_with_the_next_verdict(other_rank: dict[str, Tensor]) -> None:
+    """Their clocks differ: each on its own would turn to a fresh cache in another step."""
+    guard = make_guard(ranks=2)
+    req = request(guard, 0, 2)
+    guard.allocator.free_pages = torch.cat([torch.tensor([1]), guard.allocator.free_pages])
+    other_rank["device"] = torch.zeros((2, 4), dtype=torch.int64)
+    guard._sweep()
+    guard._sweep()
+    assert guard.counters.sweep_violations == 0
+    guard.before_forward(batch(req))
+    guard.before_forward(batch(req))
+    guard.read_all()
+    assert guard.counters.sweep_violations == 1 and guard.allocator.free_pages[0] == 3
+    other_rank["device"] = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 0]])
+    guard.before_forward(batch(req))
+    guard.read_all()
+    assert guard.counters.sweep_violations == 2 and guard.incidents.namespace == 1
+
+
+def test_ranks_plan_with_as_many_free_pages_until_all_is_in_order(other_rank: dict[str, Tensor]) -> None:
+    guard = make_guard(ranks=2)
+    other_rank["cpu"] = torch.tensor([PAGES - 3])
+    guard.next_step()  # sound: nobody waits for anybody
+    assert guard.incidents.free_pages() == PAGES
+    guard.incidents.unsettled = guard._worked = True
+    guard.next_step()
+    assert guard.incidents.free_pages() == PAGES - 3
+    guard.idle()
+    assert guard.incidents.free_pages() == PAGES and not guard.incidents.unsettled
+
+
+def test_a_rank_among_others_does_not_evict_for_a_stand_in() -> None:
+    """The prefixes would still be there on the others. One alone does, and its cache says so."""
+    together, alone = make_guard(ranks=2), make_guard()
+    together.allocator.free_pages = alone.allocator.free_pages = torch.tensor([], dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        module = SimpleNamespace(EvictParams=lambda num_tokens: num_tokens)
+        patch.setitem(__import__("sys").modules, "sglang.srt.mem_cache.base_prefix_cache", module)
+        assert together.incidents._lend(1) is None
+        with pytest.raises(AssertionError, match="evicted"):
+            alone.incidents._lend(1)
+
+
+def test_an_emptied_pool_has_every_page_once(other_rank: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = make_guard(ranks=2)
+    monkeypatch.setattr(hooks, "_GUARD", guard)
+    other_rank["cpu"] = torch.tensor([5])
+    guard.incidents.unsettled = guard._worked = True
+    guard.next_step()
+    guard.allocator.free_pages = torch.arange(1, PAGES + 1)
+    hooks.after_clear(None, guard.allocator)
+    guard.idle()
+    assert guard.allocator.free_pages.tolist() == list(range(1, PAGES + 1))
+    assert guard.counters.quarantined_pages == 0
+
+
+def test_sweeps_and_metrics_keep_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(guard_module.time, "monotonic", lambda: clock[0])
+    guard, never = make_guard(sweep_seconds=10), make_guard(sweep_seconds=0)
+    exported: list[int] = []
+    monkeypatch.setattr(guard.counters, "export", lambda: exported.append(guard.counters.sweeps))
+    for now in (100.5, 100.0 + EXPORT_SECONDS, 109.9, 110.0, 110.1, 120.0):
+        clock[0] = now
+        guard.next_step()
+        never.next_step()
+    assert guard.counters.sweeps == 2 and never.counters.sweeps == 0
+    assert exported == [0, 0, 2]
+
+
+def test_other_pools_pages_are_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model has an allocator of its own."""
+    guard = make_guard()
+    monkeypatch.setattr(hooks, "_GUARD", guard)
+    request(guard, 0, 2)
+    other = PagedTokenToKVPoolAllocator(1)
+    hooks.before_release_page_ids(other, torch.tensor([1]))
+    hooks.after_clear(None, other)
+    hooks.around_free(lambda allocator, slots_N: allocator.free(slots_N), other, torch.tensor([1]))
+    assert (guard.tags.tag_P[[1, 2]] > 0).all()
