@@ -76,7 +76,7 @@ def test_a_batch_that_changes_after_its_check_does_not_move_the_verdict() -> Non
 def test_reserved_places_of_speculation_are_recorded_to_the_last_page(
     page_size: int, old: int, new: int, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`lost` is the last page of the reserve. Where a draft writes is taken from the page table: a batch has no list."""
+    """`lost` is the last page of the reserve. Where drafts write is taken from the page table: batches have no list."""
     guard = make_guard(page_size)
     monkeypatch.setattr(hooks, "_GUARD", guard)
     req = request(guard, 0, old)
