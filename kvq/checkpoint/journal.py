@@ -307,12 +307,12 @@ def _suffix(rank: int) -> str:
 def _as_step(path: Path, number: int, suffix: str) -> Step:
     """A step as it was written: its files lie in their folders under the names that they always have."""
     record = _read_record(path)
-    types = {"shard": str, "sha256": str, "tensors": dict, "results": list, "kv": dict}
+    types = {"number": int, "shard": str, "sha256": str, "tensors": dict, "results": list, "kv": dict}
     states = (None, f"state-{number:05d}{suffix}.safetensors")
     if (
         record.keys() != Step.__dataclass_fields__.keys()
         or record["number"] != number
-        or not all(isinstance(record[key], kind) for key, kind in types.items())
+        or not all(type(record[key]) is kind for key, kind in types.items())  # -0.0 == 0 == False
         or Path(record["shard"]).name != record["shard"]
         or record["state"] not in states
         or not isinstance(record["resumable"], bool)
