@@ -61,8 +61,8 @@ def alone(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two experts at a time, so that a rank has several chunks."""
-    monkeypatch.setattr(chunks, "experts_per_chunk", lambda *_: 2)
+    """One expert at a time, two at the end of a larger share: 3 ranks then have 2 chunks each of 8 experts."""
+    monkeypatch.setattr(chunks, "experts_per_chunk", lambda *_: 1)
 
 
 def unequal(ours: Tensors, theirs: Tensors) -> list[str]:

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from kvq.calibration.transformers_door import import_tokenizers, load_tokenizer
-from kvq.errors import CalibrationError, KvqError
+from kvq.errors import CalibrationError, KvqError, printable_line
 
 CPU_SECONDS = 120  # for loading, and for each text
 MEMORY_BYTES = 4 * 2**30  # beyond what this process has when it forks
 ANSWER_BYTES = 2**28
 LOG_BYTES = 2**20
+MAX_WORDS = 20  # lines that loading may say
 
 REMEDY = "Download tokenizer.json and the chat template of {} again, or give rows with `input_ids`."
 
@@ -50,6 +51,8 @@ class TokenizerProcess:
         self._pid, self._asking, self._answers = _fork(folder, self._log)
         weakref.finalize(self, _end, os.getpid(), self._pid, self._log, self._asking, self._answers)
         self._ask("load", [], f"{folder / 'tokenizer.json'}: the tokenizer cannot be loaded")
+        for line in self._said()[:MAX_WORDS]:
+            sys.stderr.write(printable_line(line)[:200] + "\n")
 
     def render(self, messages: Sequence[Any], tools: Sequence[Any] | None, place: str, **options: bool) -> str:
         """The messages as the chat template writes them."""
@@ -96,9 +99,13 @@ class TokenizerProcess:
         assert ended is not None, "without WNOHANG it waits"
         if ended.si_status == signal.SIGXCPU:
             return f"it computed for more than {CPU_SECONDS} seconds"
-        said = os.pread(self._log, LOG_BYTES, 0).decode("utf-8", "replace").splitlines()
+        said = self._said()
         reasons = [line for line in said if line.startswith("memory allocation of")] or said[-1:]
         return f"its process ended with {ended.si_status}: {' '.join(reasons)[:200]}"
+
+    def _said(self) -> list[str]:
+        """What the libraries printed so far, which they do wherever they like; stdout is for kvq's own results."""
+        return os.pread(self._log, LOG_BYTES, 0).decode("utf-8", "replace").splitlines()
 
 
 def _fork(folder: Path, log: int) -> tuple[int, BinaryIO, BinaryIO]:

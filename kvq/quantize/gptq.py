@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import QuantizationError
+from kvq.quantize.llmcompressor_backend import gptq_sweep
 from kvq.quantize.qparams import find_scales, to_codes
 from kvq.quantize.refine import refine
 from kvq.quantize.sweep import Swept, dampened, ldl_sweep
@@ -75,7 +76,7 @@ def _sweep(
     given = batch.weight_EOI, batch.hessian_EII, scale_EOG
     if len(left) < len(scale_EOG):
         given = given[0][left], given[1][left], given[2][left]
-    swept = ldl_sweep(*given, recipe, dampening_frac)
+    swept = _SWEEPS[recipe.sweep](*given, recipe, dampening_frac)
     failed, finite = torch.stack([swept.failed_E, swept.finite_E]).tolist()
     if not all(fails or fine for fails, fine in zip(failed, finite, strict=True)):
         raise QuantizationError(
@@ -83,3 +84,13 @@ def _sweep(
             "Raise dampening_frac with --set, or use --set solver=rtn."
         )
     return swept, [not fails for fails in failed]
+
+
+def _llmcompressor_sweep(
+    weight_EOI: Tensor, hessian_EII: Tensor, scale_EOG: Tensor, recipe: Recipe, dampening_frac: float
+) -> Swept:
+    quantized_EOI, failed_E = gptq_sweep(weight_EOI, hessian_EII, scale_EOG, recipe, dampening_frac)
+    return Swept(to_codes(quantized_EOI, scale_EOG), failed_E, torch.isfinite(quantized_EOI).flatten(1).all(dim=1))
+
+
+_SWEEPS = {"ldl": ldl_sweep, "llmcompressor": _llmcompressor_sweep}

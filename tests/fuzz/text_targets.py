@@ -69,12 +69,12 @@ TEMPLATE_PIECES = (
 )  # fmt: skip
 
 
-def _folder(folder: Path) -> Callable[[], object]:
+def _folder(folder: Path, vocab_size: int = SMALL.vocab_size) -> Callable[[], object]:
     """A checkpoint with data to read; gives what reads them."""
     make_checkpoint(folder, "kimi_k2", "bf16", SMALL)
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return lambda: load_packed(folder, SMALL.vocab_size, data, 100, 16)
+    return lambda: load_packed(folder, vocab_size, data, 100, 16)
 
 
 def _small(content: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def chat_template(folder: Path) -> Target:
 
 
 def tiktoken(folder: Path) -> Target:
-    read, place = _folder(folder), folder / "tiktoken.model"
+    read, place = _folder(folder, vocab_size=1000), folder / "tiktoken.model"
     (folder / "tokenizer.json").unlink()
     config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": {"258": {"content": "[EOS]"}}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -151,9 +151,9 @@ def tiktoken(folder: Path) -> Target:
         if draw.randrange(3) == 0:
             return spoiled(draw, b"\n".join(lines))
         written = list(lines)
-        for _ in range(draw.randint(1, 3)):
+        for _ in range(draw.randint(0, 2)):
             written[draw.randrange(len(written))] = draw.choice((*strange, draw.choice(lines)))
-        return b"\n".join([*written, draw.choice(strange)])
+        return b"\n".join([*written, draw.choice((b"", b"", draw.choice(strange)))])
 
     return Target("tiktoken.model", folder, make, writes(place, read), 0.005)
 

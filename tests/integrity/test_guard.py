@@ -1,5 +1,7 @@
 """The guard on a scheduler that only has what the guard asks of it: batches, verdicts, ranks, clocks."""
 
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.integrity import guard as guard_module
 from kvq.integrity import hooks
 from kvq.integrity.guard import EXPORT_SECONDS, Guard
 from kvq.integrity.ranks import agree, least
@@ -76,7 +77,7 @@ def test_a_batch_that_changes_after_its_check_does_not_move_the_verdict() -> Non
 def test_reserved_places_of_speculation_are_recorded_to_the_last_page(
     page_size: int, old: int, new: int, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`lost` is the last page of the reserve. Where drafts write is taken from the page table: batches have no list."""
+    """`lost` is the last page of the reserve. A draft writes where the page table says; its batch has no list."""
     guard = make_guard(page_size)
     monkeypatch.setattr(hooks, "_GUARD", guard)
     req = request(guard, 0, old)
@@ -156,7 +157,7 @@ def test_a_rank_among_others_does_not_evict_for_a_stand_in() -> None:
     together.allocator.free_pages = alone.allocator.free_pages = torch.tensor([], dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         module = SimpleNamespace(EvictParams=lambda num_tokens: num_tokens)
-        patch.setitem(__import__("sys").modules, "sglang.srt.mem_cache.base_prefix_cache", module)
+        patch.setitem(sys.modules, "sglang.srt.mem_cache.base_prefix_cache", module)
         assert together.incidents._lend(1) is None
         with pytest.raises(AssertionError, match="evicted"):
             alone.incidents._lend(1)
@@ -177,7 +178,7 @@ def test_an_emptied_pool_has_every_page_once(other_rank: dict[str, Tensor], monk
 
 def test_sweeps_and_metrics_keep_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(guard_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     guard, never = make_guard(sweep_seconds=10), make_guard(sweep_seconds=0)
     exported: list[int] = []
     monkeypatch.setattr(guard.counters, "export", lambda: exported.append(guard.counters.sweeps))
