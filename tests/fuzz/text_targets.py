@@ -141,7 +141,8 @@ def chat_template(folder: Path) -> Target:
 def tiktoken(folder: Path) -> Target:
     read, place = _folder(folder, vocab_size=1000), folder / "tiktoken.model"
     (folder / "tokenizer.json").unlink()
-    config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": {"258": {"content": "[EOS]"}}}
+    special = {"258": {"content": "[BOS]"}, "259": {"content": "[EOS]"}}
+    config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": special}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"he"]
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
