@@ -252,7 +252,7 @@ INDEXES: dict[str, Broken] = {
 }  # fmt: skip
 CONFIG = "config.json"
 CONFIGS: dict[str, Broken] = {
-    "missing": Broken(lambda folder: (folder / CONFIG).unlink(), (CONFIG, "no such file", "complete")),
+    "missing": Broken(lambda folder: (folder / CONFIG).unlink(), (CONFIG, "no such file", "download it again")),
     "no JSON": Broken(write(CONFIG, "{'a': 1}"), (CONFIG, "not valid JSON", AGAIN)),
     "not UTF-8": Broken(write(CONFIG, b'{"a": "\xff"}'), (CONFIG, "not valid JSON", AGAIN)),
     "a list": Broken(write(CONFIG, "[]"), (CONFIG, "expected a JSON object", AGAIN)),

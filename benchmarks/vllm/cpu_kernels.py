@@ -18,10 +18,13 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_wna16 as experts,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import PlatformEnum
 
 BLOCK = 128
+FP8_PROCESS = CompressedTensorsW8A8Fp8.process_weights_after_loading
+FP8_APPLY = CompressedTensorsW8A8Fp8.apply_weights
 
 
 class DequantizedBlockLinear(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
@@ -49,6 +52,20 @@ class DequantizedBlockLinear(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc
 
     def apply_block_scaled_mm(self, *_: Any) -> Tensor:
         raise NotImplementedError
+
+
+def process_linear(self: Any, layer: Any) -> None:
+    """FP8 by channel: its own product is very slow on a CPU."""
+    if layer.weight.dim() == 2 and layer.weight_scale.numel() == layer.weight.shape[0]:
+        layer._bf16 = (layer.weight.float() * layer.weight_scale.float().reshape(-1, 1)).bfloat16()
+    else:
+        FP8_PROCESS(self, layer)
+
+
+def apply_linear(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Any:
+    if not hasattr(layer, "_bf16") or self.strategy == "block":
+        return FP8_APPLY(self, layer, x, bias)
+    return torch.nn.functional.linear(x.bfloat16(), layer._bf16, bias).to(x.dtype)
 
 
 def process_experts(self: Any, layer: Any) -> None:
@@ -80,4 +97,6 @@ def load() -> None:
     experts.select_wna16_moe_backend = lambda **_: (kernels.WNA16MoEBackend.EMULATION, CPUUnquantizedExperts)
     experts.CompressedTensorsWNA16MoEMethod.process_weights_after_loading = process_experts
     experts.CompressedTensorsWNA16MoEMethod.apply = apply_experts
+    CompressedTensorsW8A8Fp8.process_weights_after_loading = process_linear
+    CompressedTensorsW8A8Fp8.apply_weights = apply_linear
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native

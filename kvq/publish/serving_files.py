@@ -58,10 +58,13 @@ def vllm_command(config: SglangConfig) -> str:
     """vLLM's flags for the same checkpoint. It chooses the INT4 kernel and finds the format by itself.
 
     Parsers and MTP: vLLM's recipes for GLM and Kimi (docs.vllm.ai, recipes.vllm.ai). Expert parallelism there is over
-    all GPUs.
+    all GPUs. vLLM 0.32 reads GLM's two formats of calls with one parser, and by default holds the model to the newer
+    (tool_parsers/glm47_moe_tool_parser.py), in which no line ends after the name: a model of the older one then calls
+    without arguments (benchmarks/2026-11-30_cpu_vllm.md).
     """
     served, deployment = config.served, config.deployment
-    words = [f"vllm serve {shlex.quote(deployment.model_path)}", f"--served-model-name {served.name}"]
+    free = "env VLLM_ENFORCE_STRICT_TOOL_CALLING=0 " if served.parsers.tool_call == "glm45" else ""
+    words = [f"{free}vllm serve {shlex.quote(deployment.model_path)}", f"--served-model-name {served.name}"]
     words += [f"--tensor-parallel-size {deployment.parallel.tp}"]
     words += ["--enable-expert-parallel"] if deployment.parallel.ep > 1 else []
     words += ["--kv-cache-dtype fp8"] if deployment.kv_dtype == "fp8_e4m3" else []

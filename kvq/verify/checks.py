@@ -5,8 +5,8 @@ from pathlib import Path
 
 from kvq.checkpoint.index import MANIFEST_NAME, expect_folder
 from kvq.errors import CheckpointError
+from kvq.verify.kv_check import check_kv_scales
 from kvq.verify.kv_delivery import Target, known_target
-from kvq.verify.kv_loading import check_kv_scales
 from kvq.verify.numerics import check_against_source
 from kvq.verify.report import Check, VerifyReport
 from kvq.verify.structure import check_structure, load_manifest

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvq.integrity import hooks
 from kvq.integrity.guard import EXPORT_SECONDS, Guard
 from kvq.integrity.ranks import agree, least
+from kvq.integrity.settings import Mode
 from tests.integrity.stub_scheduler import PAGES, PagedTokenToKVPoolAllocator, batch, make_guard, request
 
 
@@ -200,3 +201,36 @@ def test_other_pools_pages_are_none_of_its_business(monkeypatch: pytest.MonkeyPa
     hooks.after_clear(None, other)
     hooks.around_free(lambda allocator, slots_N: allocator.free(slots_N), other, torch.tensor([1]))
     assert (guard.tags.tag_P[[1, 2]] > 0).all()
+
+
+def test_after_a_violation_who_waits_does_not_find_what_is_cached() -> None:
+    """The key of the cache changes for requests without pages, by one word, however often; the user's own stays."""
+    guard = make_guard()
+    waiting = [SimpleNamespace(req_pool_idx=None, extra_key=key) for key in (None, "salt")]
+    holding = SimpleNamespace(req_pool_idx=3, extra_key="salt")
+    guard.scheduler.waiting_queue = [*waiting, holding]
+    for number in (1, 2):
+        guard.incidents.start_afresh()
+        assert [req.extra_key for req in (*waiting, holding)] == [
+            f"|kvq-kv-tags-{number}", f"salt|kvq-kv-tags-{number}", "salt"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["log", "abort"])
+def test_a_failed_request_leaves_nothing_to_the_cache_and_keeps_what_was_checked(mode: Mode) -> None:
+    guard = make_guard(mode=mode)
+    req = request(guard, 0, 3)
+    req.finished, req.output_ids, req.to_finish, req.skip_radix_cache_insert = (lambda: False), [5, 6], None, False
+    free(guard, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        module = SimpleNamespace(FINISH_ABORT=lambda *reason: reason)
+        patch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", module)
+        guard.before_forward(batch(req))
+        guard.read_all()
+    assert guard.counters.violations == 1 and guard.health()["healthy"] is False
+    if mode == "log":
+        assert req.to_finish is None and not req.skip_radix_cache_insert and guard.counters.aborted == 0
+    else:
+        message, status, kind = req.to_finish
+        assert message.startswith("KV page tag mismatch: page 2 ") and (status, kind) == (500, "KVPageTagMismatch")
+        assert req.skip_radix_cache_insert and req.finished_len == 2 and guard.counters.aborted == 1

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from kvq.checkpoint.architecture import Attention
 from kvq.verify.checks import verify_checkpoint
+from kvq.verify.kv_check import check_kv_scales
 from kvq.verify.kv_delivery import KV_CACHE_SCHEME, TABLE, Target, checkpoint_names, conditions_of, deliveries
-from kvq.verify.kv_loading import check_kv_scales
 from kvq.verify.report import Check
 from tests.checkpoints import edit_config, make_checkpoint, rewrite_index
 

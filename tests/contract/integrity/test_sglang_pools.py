@@ -105,6 +105,8 @@ def assert_ended(req: Any, rig: Rig, tokens: int) -> None:
     reason = req.finished_reason.to_json()
     assert (reason["type"], reason["status_code"], reason["err_type"]) == ("abort", 500, "KVPageTagMismatch")
     assert "expected tag" in reason["message"]
+    told = [*req.origin_input_ids, *req.output_ids]
+    assert rig.matched(told, req.extra_key) <= len(req.origin_input_ids)  # what it made since is not cached
     assert len(rig.streamed(req)) <= tokens
 
 
