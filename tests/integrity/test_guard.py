@@ -201,6 +201,8 @@ def test_other_pools_pages_are_none_of_its_business(monkeypatch: pytest.MonkeyPa
     hooks.after_clear(None, other)
     hooks.around_free(lambda allocator, slots_N: allocator.free(slots_N), other, torch.tensor([1]))
     assert (guard.tags.tag_P[[1, 2]] > 0).all()
+    hooks.before_release_page_ids(guard.allocator, torch.tensor([1]), torch.tensor([2]))
+    assert (guard.tags.tag_P[[1, 2]] < 0).all()
 
 
 def test_after_a_violation_who_waits_does_not_find_what_is_cached() -> None:
@@ -234,3 +236,20 @@ def test_a_failed_request_leaves_nothing_to_the_cache_and_keeps_what_was_checked
         message, status, kind = req.to_finish
         assert message.startswith("KV page tag mismatch: page 2 ") and (status, kind) == (500, "KVPageTagMismatch")
         assert req.skip_radix_cache_insert and req.finished_len == 2 and guard.counters.aborted == 1
+
+
+def test_no_row_is_given_back_or_cached_while_its_verdict_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = make_guard(mode="log")
+    for act in ("release", "cache"):
+        req = request(guard, 0, 2)
+        free(guard, int(guard.tags.slots_RS[0, 1]))
+        guard.before_forward(batch(req))
+        if act == "release":
+            guard.releasing(req)
+        else:
+            monkeypatch.setattr(hooks, "_GUARD", guard)
+            req.cache_protected_len = 0
+            hooks.around_cache_unfinished(lambda *_: None, SimpleNamespace(disable=False), req)
+        assert not guard._pending
+        guard.incidents.ended(req)
+    assert guard.counters.violations == 2
