@@ -281,7 +281,7 @@ def refuse_all(monkeypatch: pytest.MonkeyPatch) -> None:
         every_E = torch.ones(weight.shape[0], dtype=torch.bool)
         return Swept(torch.zeros(weight.shape, dtype=torch.int8), failed_E=every_E, finite_E=every_E)
 
-    monkeypatch.setattr(gptq, "ldl_sweep", sweep)
+    monkeypatch.setitem(gptq.SWEEPS, "ldl", sweep)
 
 
 def test_too_many_fallbacks(fails: Fails, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def _sweep(
     given = batch.weight_EOI, batch.hessian_EII, scale_EOG
     if len(left) < len(scale_EOG):
         given = given[0][left], given[1][left], given[2][left]
-    swept = _SWEEPS[recipe.sweep](*given, recipe, dampening_frac)
+    swept = SWEEPS[recipe.sweep](*given, recipe, dampening_frac)
     failed, finite = torch.stack([swept.failed_E, swept.finite_E]).tolist()
     if not all(fails or fine for fails, fine in zip(failed, finite, strict=True)):
         raise QuantizationError(
@@ -93,4 +93,4 @@ def _llmcompressor_sweep(
     return Swept(to_codes(quantized_EOI, scale_EOG), failed_E, torch.isfinite(quantized_EOI).flatten(1).all(dim=1))
 
 
-_SWEEPS = {"ldl": ldl_sweep, "llmcompressor": _llmcompressor_sweep}
+SWEEPS = {"ldl": ldl_sweep, "llmcompressor": _llmcompressor_sweep}
