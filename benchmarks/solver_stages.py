@@ -75,7 +75,7 @@ def matrix_stages(
     hessian = torch.stack([own / x_TI.shape[0] for _ in range(experts)])
     importance = hessian.diagonal(dim1=-2, dim2=-1)
     scale = find_scales(weight, importance, recipe)
-    codes = to_codes(ldl_sweep(weight, hessian, scale, recipe, recipe.dampening_frac)[0], scale)
+    codes = ldl_sweep(weight, hessian, scale, recipe, recipe.dampening_frac).codes_EOI
     damped = dampened(hessian, [recipe.dampening_frac] * experts)
     square, area = float(columns) ** 2, float(rows) * columns
     stages = [

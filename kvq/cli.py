@@ -22,7 +22,7 @@ from kvq.commands.tasks import tasks
 from kvq.commands.tool_calls import tool_calls
 from kvq.commands.upload import upload
 from kvq.commands.verify import verify
-from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory
+from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory, printable_line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
@@ -70,8 +70,9 @@ def main() -> None:
                 "kvq: interrupted. A quantization goes on from its last finished layer with the same command.", err=True
             )
         raise
-    except OSError as error:
-        typer.echo(f"kvq: {error}", err=True)
+    except OSError as error:  # a place that no command has looked at before
+        found = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        typer.echo(f"kvq: {printable_line(found)}. Mend that, and run the same command again.", err=True)
         sys.exit(exit_code_of(error))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

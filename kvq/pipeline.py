@@ -3,10 +3,8 @@
 reader -> plan -> calibration forward -> solver -> packer -> writer -> manifest
 """
 
-import hashlib
-import json
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +17,15 @@ from kvq.calibration.rows import Place
 from kvq.checkpoint.journal import Journal, can_continue, discard
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
-from kvq.checkpoint.unchanged import SourceWatch, content_digest
+from kvq.checkpoint.unchanged import SourceWatch, source_digest
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
-from kvq.errors import CalibrationError, CheckpointError, OutputError
+from kvq.errors import CalibrationError, CheckpointError, OutputError, RecipeError
+from kvq.publish.events import Progress
 from kvq.publish.manifest import package_versions
 from kvq.ranks import ALONE, Ranks
 from kvq.recipes.plan import resolve_plan
 from kvq.recipes.schema import Recipe
-from kvq.run import Prepared, Progress, Run
+from kvq.run import Prepared, Run
 from kvq.stop import StopRequest
 
 
@@ -102,15 +101,27 @@ def _open_journal(prepared: Prepared, fingerprint: Mapping[str, object], restart
     """Rank 0 takes the folder when all ranks have found their request in order; then the others follow."""
     partial, ranks = partial_of(prepared.out), prepared.ranks
     journal = Journal(partial, ranks.rank, ranks.size)
-    ranks.gather(None)
+    _check_same(ranks.gather(fingerprint), ranks)
     if ranks.first:
         if restart and partial.exists() and can_continue(partial):
             discard(partial)
         journal.begin(fingerprint)
     ranks.gather(None)
     if not ranks.first:
-        journal.follow()
+        journal.follow(fingerprint)
     return journal
+
+
+def _check_same(fingerprints: Sequence[Mapping[str, object]], ranks: Ranks) -> None:
+    """On several hosts each rank has read its own installation's and its own disk's."""
+    for rank, one in enumerate(fingerprints):
+        different = [key for key, value in fingerprints[0].items() if one[key] != value]
+        if different:
+            place = f" on {ranks.hosts[rank]}" if ranks.hosts else ""
+            raise RecipeError(
+                f"rank {rank}{place} has other {' and '.join(different)} than rank 0. All ranks need the same kvq, "
+                "packages, source and calibration data."
+            )
 
 
 def _load_calibration(prepared: Prepared) -> TokenSet | None:
@@ -131,16 +142,13 @@ def _load_calibration(prepared: Prepared) -> TokenSet | None:
 
 def _fingerprint(prepared: Prepared, tokens: TokenSet | None) -> dict[str, object]:
     """All that the output depends on. A difference in any of these forbids going on with a run."""
-    folder, index = prepared.reader.folder, prepared.reader.index
-    content = content_digest(folder, index.shards)
-    layout = {name: [info.shard, info.dtype, info.shape, info.offset] for name, info in sorted(index.tensors.items())}
-    described = json.dumps([content, layout, prepared.reader.config], sort_keys=True)
+    reader = prepared.reader
     return {
         "kvq version": __version__,
         "package versions": package_versions(),
         "recipe": prepared.plan.recipe.sha256,
         "source": [prepared.source.name, prepared.source.revision],
-        "source files": hashlib.sha256(described.encode()).hexdigest(),
+        "source files": source_digest(reader.folder, reader.config, reader.index),
         "calibration data": None if tokens is None else [tokens.title, tokens.sha256],
         "device": prepared.device.type,
         "number of ranks": prepared.ranks.size,

@@ -6,7 +6,6 @@ Shape suffixes: T = tokens, H = hidden size.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +26,8 @@ from kvq.checkpoint.source import Source
 from kvq.checkpoint.unchanged import SourceWatch
 from kvq.checkpoint.writer import CheckpointWriter, dump_json
 from kvq.errors import CalibrationError, OutputError, QuantizationError, StoppedError
+from kvq.publish.card_metadata import CARD, SOURCE_CARD
+from kvq.publish.events import Progress
 from kvq.publish.kv_run import KvStage, kv_stage
 from kvq.publish.manifest import RunRecord, build_manifest, manifest_text, printable
 from kvq.publish.plan_report import output_kinds
@@ -43,16 +44,8 @@ from kvq.recipes.scheme import output_config
 from kvq.stop import StopRequest
 
 # The source's model card says things that are no longer true of the output.
-RENAMED_SIDE_FILES = {"README.md": "SOURCE_README.md"}
+RENAMED_SIDE_FILES = {CARD: SOURCE_CARD}
 WRITTEN_BY_KVQ = ("config.json", MANIFEST_NAME)
-
-
-class Progress(Protocol):
-    """What a run tells while it goes on."""
-
-    def stage(self, layer: int | None, num_layers: int, text: str) -> None: ...
-
-    def layer_done(self, layer: int, num_layers: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +88,25 @@ class Run:
         return self.prepared.plan
 
     def copy_shards(self, journal: Journal) -> None:
-        """Models that are INT4 already: the same shards under the same names. Copied ones are taken over."""
-        shards, folder = self.plan.shard_tensors(), self.prepared.reader.folder
-        for number in range(len(journal.steps), len(shards)):
-            shard, tensors = list(shards.items())[number]
-            self.progress.stage(None, len(shards), f"copying {shard}")
-            self.writer.copy_file(folder, Path(shard))
-            self.prepared.watch.check([shard])
-            sizes = {tensor.name: tensor.nbytes for tensor in tensors}
-            self.writer.note_shard(shard, sizes)
-            journal.finish_step(Step(number, shard, self.writer.sha256[shard], sizes, [], None), None)
-            self.progress.layer_done(number, len(shards))
-            self._stop_if_asked(f"Stopped after shard {number + 1} of {len(shards)}.")
+        """Models that are INT4 already: the same shards under the same names. Copied ones are taken over.
+
+        In each step every rank copies one, as long as there are some.
+        """
+        shards, ranks = list(self.plan.shard_tensors().items()), self.prepared.ranks
+        total = -(-len(shards) // ranks.size)
+        for number in range(len(journal.steps), total):
+            sizes: dict[str, int] = {}
+            shard = ""
+            if number * ranks.size + ranks.rank < len(shards):
+                shard, tensors = shards[number * ranks.size + ranks.rank]
+                sizes = {tensor.name: tensor.nbytes for tensor in tensors}
+                self.progress.stage(None, total, f"copying {shard}")
+                self.writer.copy_file(self.prepared.reader.folder, Path(shard))
+                self.prepared.watch.check([shard])
+                self.writer.note_shard(shard, sizes)
+            journal.finish_step(Step(number, shard, self.writer.sha256.get(shard, ""), sizes, [], None), None)
+            self.progress.layer_done(number, total)
+            self._stop_if_asked(f"Stopped after step {number + 1} of {total}.")
 
     def quantize(self, journal: Journal) -> None:
         """Step 0 writes what lies outside the layers, step n + 1 does layer n. Finished steps are taken over."""
@@ -199,8 +199,8 @@ class Run:
             store = self._mtp_store(runner, layer, store) if calibrated else None
             recipe = recipe if calibrated else recipe.model_copy(update={"solver": "rtn"})
         moe = layer in facts.moe_layers
-        own = self.prepared.ranks.own(facts.num_experts)
-        chunks = expert_chunks(own, runner.device.type, *runner.gate_up_shape(layer)) if moe else []
+        own, fewest = self.prepared.ranks.own(facts.num_experts), facts.num_experts // self.prepared.ranks.size
+        chunks = expert_chunks(own, fewest, runner.device.type, *runner.gate_up_shape(layer)) if moe else []
         for first in chunks[:1]:
             runner.read_ahead(layer, first, GATE_UP)
         capture = None
@@ -217,7 +217,7 @@ class Run:
         )  # fmt: skip
         solved = solver.solve()
         if store is not None and solved.output_TH is not None:
-            _add_experts(store, solved.output_TH)
+            add_experts(store, solved.output_TH)
             solved.output_TH = None  # a quarter of a GPU, while the layer waits to be written
         return solved
 
@@ -246,10 +246,9 @@ class Run:
         if len(failed) > allowed * self.plan.num_modules:
             raise QuantizationError(
                 f"{len(failed)} of {self.plan.num_modules} modules fell back to round-to-nearest (allowed "
-                f"{allowed:.1%}); the "
-                f"first is {failed[0].name}, {failed[0].outcome}, {failed[0].num_tokens} tokens. Give more "
-                f"calibration data, "
-                "raise dampening_frac or max_fallback_frac with --set, or use --set solver=rtn."
+                f"{allowed:.1%}); the first is {failed[0].name}, {failed[0].outcome}, {failed[0].num_tokens} tokens. "
+                "Give more calibration data, raise dampening_frac or max_fallback_frac with --set, or use --set "
+                "solver=rtn."
             )
 
     def _make(self, tensor: TensorPlan, packed: Mapping[str, Tensor]) -> Tensor:
@@ -312,13 +311,14 @@ def step_results(journal: Journal) -> list[ModuleResult]:
         raise OutputError(f"{journal.folder}: a step's results are damaged. Add --restart to begin anew.") from None
 
 
-def _add_experts(store: ActivationStore, output_TH: Tensor) -> None:
+def add_experts(store: ActivationStore, output_TH: Tensor) -> None:
     """Add the experts' part to a layer output that was computed without it, rounding once."""
-    length = store.shape[1]
+    length, finite = store.shape[1], []
     for batch in store.batches():
         rows = output_TH[batch.start * length : batch.stop * length]
         base = store.read(batch, output_TH.device)
         total = (base.float() + rows.reshape(base.shape)).to(base.dtype)
-        if not bool(torch.isfinite(total).all()):
-            raise CalibrationError("the experts' output is NaN or Inf; look at the source's weights and the data.")
+        finite.append(torch.isfinite(total).all())
         store.write(batch, total)
+    if not bool(torch.stack(finite).all()):  # after all of them, so that a GPU is not waited for between two batches
+        raise CalibrationError("the experts' output is NaN or Inf; look at the source's weights and the data.")

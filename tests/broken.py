@@ -38,6 +38,7 @@ EXPERT = f"{LAYER}mlp.experts.3.up_proj.weight"
 SCALE = f"{EXPERT}_scale_inv"
 MTP = "model.layers.2."
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4665a5ea\nsize 5368709120\n"
+TOKENIZER = "tokenizer.json"
 AGAIN = "ownload"  # Download, download
 
 
@@ -144,6 +145,17 @@ def renamed(old: str, new: str) -> Damage:
     return damage
 
 
+def token_id(number: int) -> Damage:
+    """Another id for a letter that every text has."""
+
+    def damage(folder: Path) -> None:
+        content = read_json(folder / TOKENIZER)
+        content["model"]["vocab"]["e"] = number
+        (folder / TOKENIZER).write_text(json.dumps(content))
+
+    return damage
+
+
 def make_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -240,7 +252,7 @@ INDEXES: dict[str, Broken] = {
 }  # fmt: skip
 CONFIG = "config.json"
 CONFIGS: dict[str, Broken] = {
-    "missing": Broken(lambda folder: (folder / CONFIG).unlink(), (CONFIG, "no such file", "complete")),
+    "missing": Broken(lambda folder: (folder / CONFIG).unlink(), (CONFIG, "no such file", "download it again")),
     "no JSON": Broken(write(CONFIG, "{'a': 1}"), (CONFIG, "not valid JSON", AGAIN)),
     "not UTF-8": Broken(write(CONFIG, b'{"a": "\xff"}'), (CONFIG, "not valid JSON", AGAIN)),
     "a list": Broken(write(CONFIG, "[]"), (CONFIG, "expected a JSON object", AGAIN)),
@@ -352,6 +364,15 @@ TENSORS: dict[str, Broken] = {
         tensor(f"{EXPERT}_scale", lambda t: t.repeat(1, 2)), (SHARD, f"{EXPERT}_scale", "expected a float tensor"),
         source="glm-4.7",
     ),
+    "dense layer in INT4": Broken(
+        renamed("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_packed"),
+        (SHARD, "model.layers.0.mlp.up_proj.weight"),
+    ),
+    "attention in INT4": Broken(
+        renamed(f"{LAYER}self_attn.o_proj.weight", f"{LAYER}self_attn.o_proj.weight_packed"), ("o_proj.weight",)
+    ),
+    "expert scale under the other name": Broken(renamed(SCALE, f"{EXPERT}_scale"), (SHARD, SCALE, AGAIN)),
+    "scale of an expert twice": Broken(renamed(SCALE, f"{LAYER}mlp.experts.2.up_proj.weight_scale"), (SCALE, AGAIN)),
     "link to nothing": Broken(lambda folder: (folder / "notes.txt").symlink_to("none"), ("notes.txt", "link", AGAIN)),
     "side file elsewhere": Broken(
         lambda folder: link_away(folder / "LICENSE"), ("LICENSE", "leads out", "Put the file")
@@ -360,9 +381,17 @@ TENSORS: dict[str, Broken] = {
         lambda folder: (folder / "docs").symlink_to(folder.parent), ("docs", "leads out", "Put the file")
     ),
 }  # fmt: skip
+# Found when calibration data of text are read.
+TEXTS: dict[str, Broken] = {
+    "tokenizer is no JSON": Broken(write(TOKENIZER, "{"), ("tokenizer", "cannot be loaded", TOKENIZER), code=4),
+    "tokenizer is a pointer": Broken(write(TOKENIZER, LFS_POINTER), ("cannot be loaded", TOKENIZER), code=4),
+    "no tokenizer": Broken(lambda folder: (folder / TOKENIZER).unlink(), ("tokenizer", "input_ids"), code=4),
+    "token with a huge id": Broken(token_id(2**31), (TOKENIZER, "cannot be loaded", AGAIN), code=4),
+    "token outside the model": Broken(token_id(4000), ("token id", "vocabulary size"), code=4),
+}  # fmt: skip
 TABLE: dict[str, Broken] = {
     f"{kind}: {name}": broken
-    for kind, rows in (("shard", SHARDS), ("index", INDEXES), ("config", CONFIGS), ("tensor", TENSORS))
+    for kind, rows in (("shard", SHARDS), ("index", INDEXES), ("config", CONFIGS), ("tensor", TENSORS), ("text", TEXTS))
     for name, broken in rows.items()
 }
 

@@ -2,12 +2,13 @@
 
 import json
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.loopback import listening
 
 Json = dict[str, Any]
 
@@ -33,18 +34,9 @@ class Engine:
 
 @contextmanager
 def serve(engine: Engine) -> Iterator[Engine]:
-    """Run it on a free port of the loopback interface."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"engine": engine}))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    engine.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    """Run it; `engine.url` is its address."""
+    with listening(type("Handler", (_Handler,), {"engine": engine})) as engine.url:
         yield engine
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def stream_events(choice: Json, seed: int = 0) -> list[Json]:

@@ -40,6 +40,8 @@ def test_a_broken_checkpoint(whole: Callable[[str], Path], kvq_main: Kvq, tmp_pa
     folder = copy_source(whole(broken.source), tmp_path / "source")
     broken.damage(folder)
     data, out = write_calibration(tmp_path / "data.jsonl"), tmp_path / "out"
+    if name.startswith("text: "):
+        data.write_text('{"text": "the tree stands in the rain"}\n' * 40)
     said = kvq_main("quantize", folder, *SET, "--calibration", data, "--out", out, "--json")
     assert said.code == broken.code and said.out == "", said
     assert said.err.startswith("kvq: ") and said.err.count("\n") == 1 and len(said.err) < 2500, said.err

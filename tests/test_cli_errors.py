@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvq.quantize import gptq
+from kvq.quantize.sweep import Swept
 from tests.checkpoints import drop_tensor as drop
 from tests.checkpoints import (
     edit_config,
@@ -276,10 +277,11 @@ def test_the_hub_does_not_answer(fails: Fails, monkeypatch: pytest.MonkeyPatch, 
 def refuse_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every factorization fails, at any dampening; codes stay rounded."""
 
-    def sweep(weight: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return weight, torch.ones(weight.shape[0], dtype=torch.bool)
+    def sweep(weight: torch.Tensor, *_: Any) -> Swept:
+        every_E = torch.ones(weight.shape[0], dtype=torch.bool)
+        return Swept(torch.zeros(weight.shape, dtype=torch.int8), failed_E=every_E, finite_E=every_E)
 
-    monkeypatch.setattr(gptq, "gptq_sweep", sweep)
+    monkeypatch.setitem(gptq.SWEEPS, "ldl", sweep)
 
 
 def test_too_many_fallbacks(fails: Fails, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +342,16 @@ def test_out_of_memory_is_one_sentence(
 
     monkeypatch.setattr("kvq.pipeline.quantize_checkpoint", exhausted)
     fails(source, *SET, code=9, says=("out of memory", "num_calibration_samples"))
+
+
+def test_a_place_that_nobody_looked_at_is_named_without_a_number(
+    fails: Fails, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error", "/disk/file")
+
+    monkeypatch.setattr("kvq.pipeline.quantize_checkpoint", failing)
+    fails(source, *SET, code=7, says=("kvq: /disk/file: Input/output error. Mend that",))
 
 
 def test_names_in_square_brackets_are_printed(kvq_main: Kvq, shared: Shared, tmp_path: Path) -> None:

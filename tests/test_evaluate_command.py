@@ -143,6 +143,7 @@ def test_without_matplotlib(
         (["--min-same-top=2"], 2, "min-same-top"),
         (["--base-logits=x"], 5, "is no file of base logits"),
         (["--long-context=100000"], 4, "fewer than one sequence of --long-context"),
+        (["--data=."], 4, ".: is a folder; its files are domains"),
         (["--source=nothing-there"], 3, "no such folder, no known alias"),
     ],
 )

@@ -46,7 +46,7 @@ DOORS = {
     "triton": ("quantize/triton_kernels.py", "integrity/kernels.py"),
     "prometheus_client": ("integrity/counters.py",),
     "regex": ("checkpoint/patterns.py",),
-    "jinja2": ("calibration/dataset.py", "verify/chat.py", "publish/card_page.py"),
+    "jinja2": ("publish/card_page.py",),
     "rich": tuple(
         f"console/{name}.py"
         for name in ("screen", "run", "plan", "coverage", "evaluation", "transfer", "doctor", "serving", "tasks", "kv")

@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvq.calibration.activations import ActivationStore
 from kvq.checkpoint.dequant import dequantize_block, dequantize_channel
-from kvq.errors import OutputError
+from kvq.errors import CalibrationError, OutputError
+from kvq.run import add_experts
 from tests.checkpoints import INDEX, edit_tensor, make_checkpoint, mtp_layers, read_json, read_tensors, starved_expert
 from tests.runs import CASES, PASS_THROUGH, QUANTIZED, Shared, all_bytes, fresh_kvq, manifest_of, output_bytes, quantize
 
@@ -235,3 +237,15 @@ def test_an_output_inside_the_source_is_refused(shared: Shared, tmp_path: Path) 
     with pytest.raises(OutputError, match="inside the source"):
         quantize(source, source / "sub" / "out", shared.calibration)
     assert not (source / "sub").exists()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("token", [0, 5, 11])
+def test_experts_output_that_is_not_finite_ends_the_run(token: int, bad: float) -> None:
+    store = ActivationStore(torch.zeros(3, 4, 8), batch_size=2)
+    output_TH = torch.ones(12, 8)
+    add_experts(store, output_TH)
+    assert torch.equal(store.hidden_NSH, torch.ones(3, 4, 8))
+    output_TH[token, 3] = bad
+    with pytest.raises(CalibrationError, match="the experts' output is NaN or Inf"):
+        add_experts(store, output_TH)

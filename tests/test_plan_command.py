@@ -63,6 +63,22 @@ def test_assumptions_are_said(kvq_main: Kvq) -> None:
     assert "cannot be served so: an expert's slice is 1536/8 = 192 columns: no whole groups of 128" in said.out
 
 
+def test_ranks_and_what_each_writes(shared: Shared, kvq_main: Kvq) -> None:
+    arguments = ("plan", shared.source("glm-5"), *SMALL, "--ranks=3")
+    report = json.loads(kvq_main(*arguments, "--json").out)
+    rows = report["ranks"]
+    assert [(row["first_expert"], row["num_experts"], row["num_sequences"]) for row in rows] == [
+        (0, 2, 2), (2, 3, 3), (5, 3, 3),
+    ]  # fmt: skip
+    assert sum(row["shards"] for row in rows) == report["output"]["shards"]
+    assert sum(row["tensor_bytes"] for row in rows) == report["output"]["tensor_bytes"]
+    assert report["run"]["host_bytes"] == 3 * report["run"]["host_bytes_per_rank"]
+    said = kvq_main(*arguments)
+    assert "experts of each layer" in said.out and "for 3 ranks on one host" in " ".join(said.out.split())
+    assert kvq_main("plan", shared.source("glm-5"), *SMALL, "--ranks=9").code == 2
+    assert json.loads(kvq_main("plan", shared.source("glm-5"), *SMALL, "--json").out)["ranks"] == []
+
+
 def test_recipes_side_by_side(kvq_main: Kvq) -> None:
     rows = json.loads(kvq_main("plan", "glm-5.2", "--compare", "int4", "int4-g32", "--json").out)
     assert [row["recipe"] for row in rows] == ["int4", "int4-g32"]

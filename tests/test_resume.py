@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -219,11 +221,19 @@ def damage_journal(name: str, change: Callable[[bytes], bytes]) -> Callable[[Ben
     return damage
 
 
+def number_as_fraction(data: bytes) -> bytes:
+    """-0.0 where 0 was, which is equal to it, under a hash that fits."""
+    record = {**json.loads(data)["record"], "number": -0.0}
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "record": record}).encode()
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (other_weights, "another source files"),
         (damage_journal("step-00002.json", lambda data: data.replace(b"solved", b"sulved", 1)), "is damaged"),
+        (damage_journal("step-00000.json", number_as_fraction), "is damaged"),
         (damage_journal("step-00001.json", lambda data: data[:-9]), "not valid JSON"),
         (damage_journal("state-*", lambda data: data[:-1] + bytes([data[-1] ^ 1])), "has changed since it was written"),
         (damage_journal("fingerprint.json", lambda data: data.replace(b"sglang", b"sglanf")), "is damaged"),

@@ -103,9 +103,8 @@ def test_tool_calls_of_servers(kvq_main: Kvq, folder: Path, timers: Path) -> Non
         assert way["trigger"]["f1"] == 1.0 and way["same_as_source"]["correct"] == 3
         assert way["reference"]["recovery"] == 75.0
     assert report["stream_differs"] == {"source": [], "quantized": []}
-    prompt = len(ChatFormat(folder).tokenizer.apply_chat_template(
-        [{"role": "user", "content": "q0"}], tools=ours.asked[0]["tools"], add_generation_prompt=True
-    )["input_ids"])  # fmt: skip
+    chat = ChatFormat(folder)
+    prompt = len(chat.encode(chat.render([{"role": "user", "content": "q0"}], ours.asked[0]["tools"], "q0")))
     asked = next(one for one in ours.asked if one["messages"][0]["content"] == "q0")
     assert 4096 - 100 - prompt < asked["max_tokens"] < 4096 - prompt  # not the 16384 of the default
 
@@ -142,6 +141,18 @@ def test_refused_before_a_model_is_loaded(
     given = [str(sums) if one == "SUMS" else one for one in extra]
     said = kvq_main("tasks", folder, "--source", folder, *given)
     assert said.code == code and reason in said.err and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("command", ["tasks", "tool-calls"])
+@pytest.mark.parametrize("missing", ["checkpoint", "source"])
+def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
+    kvq_main: Kvq, folder: Path, sums: Path, tmp_path: Path, command: str, missing: str
+) -> None:
+    gone = tmp_path / "gone"
+    places = (gone, folder) if missing == "checkpoint" else (folder, gone)
+    given = ["--task", sums] if command == "tasks" else ["--data", sums]
+    said = kvq_main(command, places[0], "--source", places[1], *given)
+    assert said.code == 3 and f"{gone}: no such folder. Give the folder of a checkpoint" in said.err
 
 
 def test_a_server_that_is_not_there(kvq_main: Kvq, folder: Path, sums: Path) -> None:

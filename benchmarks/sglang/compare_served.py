@@ -1,12 +1,21 @@
 """Serve FP8 sources and their INT4 outputs with SGLang, the same way, and compare what they say.
 
-    python benchmarks/sglang/compare_served.py --data DATA SOURCE=OUTPUT [SOURCE=OUTPUT ...] [--rows 50] [--out ./out]
+    python benchmarks/sglang/compare_served.py --data DATA SOURCE=OUTPUT [SOURCE=OUTPUT ...] [--with-config]
+        [--rows 50] [--out ./out] [--dry-run]
 
 DATA holds eval-toolcalls.jsonl (tools, user, call), eval-arithmetic.jsonl (q, cot, ans) and eval-text.jsonl (text).
 Exact answers under greedy decoding with the checkpoint's chat template; log-probabilities of each prompt token. Where
 OUTPUT has `kvq-reports/distance.json`, its mean KL is put beside the difference of the log-probabilities. A server
-that does not start is reported, and the next one is tried. With --with-config outputs are served by kvq's own YAML
-(its draft layer included) under the settings below.
+that does not start is reported, and the next one is tried.
+
+With --with-config each output is served by its own YAML, its draft layer included, which `kvq serve-config OUTPUT --gpu
+h200 --gpus 1 --engine-version` (the installed SGLang's) writes into --out first. Settings below that stand for what the
+YAML says itself are then left away; of the others those win that the reduced machine asks for, and `overridden` in the
+results names them. So one command serves all three families:
+
+    python benchmarks/sglang/compare_served.py --data DATA --with-config GLM5=GLM5-INT4 GLM47=GLM47-INT4 K2=K2-INT4
+
+--dry-run writes the YAMLs and prints each server's command; it needs no GPU.
 
 The kernels left out by bundle.py are stepped around: Triton attention (MLA, GQA); for DSA sparse FlashMLA for prefill
 and decode, and no dense prefill of short prompts, which would ask for FlashAttention 3. DSA's indexer is padded to 32
@@ -18,6 +27,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import statistics
 import sys
@@ -26,7 +36,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine import ServerDiedError, ask_all, serving
+from engine import ServerDiedError, ask_all, kvq, server_command, serving
 from pad_indexer import pad_indexer
 
 COMMON = {
@@ -41,6 +51,8 @@ SPARSE = {
     "kv-cache-dtype": "bfloat16", "page-size": 64,
 }  # fmt: skip
 # 0.5.17 arg_groups: a threshold that is set is kept; at 0 no prompt is short enough for the dense path (FA3 only).
+# What kvq's YAML must say by itself.
+OF_THE_CONFIG = ("disable-shared-experts-fusion", "tp-size", "page-size")
 ENVIRONMENT = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0"}
 MAX_NEW_TOKENS, PROMPT_CHARACTERS, PROMPTS = 96, 1200, 16
 
@@ -106,19 +118,39 @@ def prompt_logprobs(data: Path) -> list[float]:
     ]
 
 
-def measure(folder: Path, data: Path, count: int, log: Path, with_config: bool) -> dict[str, Any]:
-    """Everything about one checkpoint; what failed is in `error`."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    sparse = "index_topk" in config
-    served = pad_indexer(folder, log.with_suffix(".padded")) if sparse else folder
-    result: dict[str, Any] = {"checkpoint": folder.name, "error": None}
-    started = time.monotonic()
-    yaml = folder / "serving" / "sglang-single.yaml" if with_config else None
-    yaml = yaml if yaml and yaml.exists() else None
+def write_config(folder: Path, out: Path, version: str | None) -> Path:
+    """The output's own YAML. Ends the program where kvq refuses: nothing could be compared."""
+    target = out / f"{folder.name}.serving"
+    words = ["--gpu", "h200", "--gpus", 1, "--integrity", "none", "--out", target]
+    if kvq("serve-config", folder, *words, *(["--engine-version", version] if version else [])):
+        sys.exit(f"{folder}: kvq serve-config refused; see above")
+    return target / "sglang-single.yaml"
+
+
+def settings_of(folder: Path, served: Path, config: Path | None) -> tuple[dict[str, Any], list[str]]:
+    """Settings on the command line, and those of the YAML that they override."""
+    sparse = "index_topk" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = {**COMMON, **(SPARSE if sparse else DENSE), "model-path": str(served)}
-    result["config"] = yaml.name if yaml else None
+    if config is None:
+        return settings, []
+    settings = {key: value for key, value in settings.items() if key not in OF_THE_CONFIG}
+    lines = config.read_text(encoding="utf-8").splitlines()
+    said = dict(line.split(": ", 1) for line in lines if not line.startswith("#"))
+    other = [key for key, value in settings.items() if key in said and json.loads(said[key]) != value]
+    return settings, other
+
+
+def measure(folder: Path, data: Path, count: int, log: Path, config: Path | None) -> dict[str, Any]:
+    """Everything about one checkpoint; what failed is in `error`."""
+    sparse = "index_topk" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    served = pad_indexer(folder, log.with_suffix(".padded")) if sparse else folder
+    started = time.monotonic()
+    settings, overridden = settings_of(folder, served, config)
+    result: dict[str, Any] = {
+        "checkpoint": folder.name, "error": None, "config": str(config) if config else None, "overridden": overridden,
+    }  # fmt: skip
     try:
-        with serving(settings, log, ENVIRONMENT, config=yaml) as seconds:
+        with serving(settings, log, ENVIRONMENT, config=config) as seconds:
             result["engine_up_s"] = round(seconds, 1)
             tokenizer = load_template(folder)
             for name in ("toolcalls", "arithmetic"):
@@ -180,20 +212,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="+", metavar="SOURCE=OUTPUT")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--with-config", action="store_true", help="serve outputs by OUTPUT/serving/sglang-single.yaml")
+    parser.add_argument("--with-config", action="store_true", help="serve each output by its own YAML")
+    parser.add_argument("--engine-version", help="of the YAMLs; by default the installed SGLang's")
+    parser.add_argument("--dry-run", action="store_true", help="write the YAMLs, print the commands, serve nothing")
     parser.add_argument("--rows", type=int, default=50)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "./out")))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    version = arguments.engine_version or _installed()
+    outputs = [Path(pair.split("=")[1]) for pair in arguments.pairs] if arguments.with_config else []
+    configs = {folder: write_config(folder, arguments.out, version) for folder in outputs}
+    if arguments.dry_run:
+        for folder in (Path(name) for pair in arguments.pairs for name in pair.split("=")):
+            settings, overridden = settings_of(folder, folder, configs.get(folder))
+            _say(f"{shlex.join(server_command(settings, configs.get(folder)))}\noverridden: {overridden}")
+        return
     results, distances = [], {}
     for pair in arguments.pairs:
         both = []
         for folder in map(Path, pair.split("=")):
             log = arguments.out / f"{folder.name}.log"
-            both.append(measure(folder, arguments.data, arguments.rows, log, arguments.with_config))
+            both.append(measure(folder, arguments.data, arguments.rows, log, configs.get(folder)))
             results.append(both[-1])
-            sys.stdout.write(table(both[-1:], arguments.rows).splitlines()[-1] + "\n")
-            sys.stdout.flush()
+            _say(table(both[-1:], arguments.rows).splitlines()[-1])
         report = Path(pair.split("=")[1]) / "kvq-reports" / "distance.json"
         try:
             distances[pair] = distance(*both, report)
@@ -201,9 +242,23 @@ def main() -> None:
             distances[pair] = {"error": str(error)}
         written = {"results": results, "distances": distances}
         (arguments.out / "compare_served.json").write_text(json.dumps(written), encoding="utf-8")
-    sys.stdout.write("\n" + table(results, arguments.rows) + "\n")
+    _say("\n" + table(results, arguments.rows))
     for pair, found in distances.items():
-        sys.stdout.write(f"{pair}: {json.dumps(found)}\n")
+        _say(f"{pair}: {json.dumps(found)}")
+
+
+def _installed() -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

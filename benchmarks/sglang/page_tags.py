@@ -29,8 +29,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine import ServerDiedError
 from page_tags_client import Load, answer_all, get_json, mixed_load, steady_load
-from page_tags_server import ServerDiedError, serving
+from page_tags_server import serving_tagged
 
 PORT = 30211
 COMMON: dict[str, Any] = {
@@ -77,7 +78,7 @@ def server(arguments: argparse.Namespace, settings: dict[str, Any], log: str, ta
     port = PORT + len(log)
     own = {"model-path": str(arguments.model), "page-size": arguments.page_size, **settings, **arguments.settings}
     started = time.monotonic()
-    with serving({**COMMON, **own}, arguments.out / f"{log}.log", tags, port):
+    with serving_tagged({**COMMON, **own}, arguments.out / f"{log}.log", tags, port):
         say(f"{log}: server up in {time.monotonic() - started:.0f} s")
         yield port
 

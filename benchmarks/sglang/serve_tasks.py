@@ -12,25 +12,16 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from compare_served import COMMON, DENSE, ENVIRONMENT, SPARSE
-from engine import PORT, ServerDiedError, serving
+from engine import PORT, ServerDiedError, kvq, serving
 from pad_indexer import pad_indexer
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL_PARSERS = {"glm4_moe": "glm45", "glm_moe_dsa": "glm45", "kimi_k2": "kimi_k2"}
 MAX_TOKENS = 200
-
-
-def kvq(command: str, *arguments: object) -> int:
-    """Run kvq of this repository; its words go where ours go."""
-    words = [sys.executable, "-m", "kvq", command, *map(str, arguments)]
-    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-    return subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
 
 
 def ask(folder: Path, data: Sequence[Path], log: Path, extra: Mapping[str, Sequence[object]]) -> list[int]:

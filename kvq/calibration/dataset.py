@@ -7,6 +7,7 @@ Shape suffixes: N = sequences, S = tokens per sequence.
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvq.calibration.rows import HUB_PREFIX, HubDataset, Place, iter_rows
-from kvq.calibration.transformers_door import load_tokenizer
+from kvq.calibration.tokenizer_process import TokenizerProcess
 from kvq.errors import CalibrationError
 
 EMBEDDED = "embedded"
@@ -76,7 +77,7 @@ class RowEncoder:
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
-        self._tokenizer: Any = None
+        self._tokenizer: TokenizerProcess | None = None
         self._rendered = hashlib.sha256()
 
     def encode(self, row: dict[str, Any], place: str) -> list[int]:
@@ -103,28 +104,14 @@ class RowEncoder:
 
     def _ids(self, row: dict[str, Any], place: str) -> list[int]:
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._folder)
+            self._tokenizer = TokenizerProcess(self._folder)
         text = row.get("text")
         if not isinstance(text, str):
-            text = self._render(row, place)
+            text = self._tokenizer.render(row["messages"], row.get("tools"), place)
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise CalibrationError(f"{place}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not text.")
         self._note(text)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-    def _render(self, row: dict[str, Any], place: str) -> str:
-        from jinja2.exceptions import TemplateError
-
-        try:
-            text = self._tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
-        except (
-            TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
-        ) as error:  # fmt: skip
-            raise CalibrationError(
-                f"{place}: the model's chat template cannot render these messages ({type(error).__name__}: {error})."
-            ) from None
-        return str(text)
+        return self._tokenizer.encode(text, place)
 
 
 def load_packed(folder: Path, vocab_size: int, place: Place | None, num_sequences: int, seq_length: int) -> TokenSet:
@@ -149,7 +136,7 @@ def load_packed(folder: Path, vocab_size: int, place: Place | None, num_sequence
     length = min(seq_length, len(stream))
     count = min(num_sequences, len(stream) // length)
     tokens_NS = torch.tensor(stream[: count * length], dtype=torch.int64).reshape(count, length)
-    return TokenSet(tokens_NS, name, used, num_sequences, _digest([tokens_NS]), encoder.rendered_sha256)
+    return TokenSet(tokens_NS, name, used, num_sequences, tokens_sha256([tokens_NS]), encoder.rendered_sha256)
 
 
 def load_documents(folder: Path, vocab_size: int, place: Place, max_rows: int | None, seq_length: int) -> list[Tensor]:
@@ -164,9 +151,10 @@ def load_documents(folder: Path, vocab_size: int, place: Place, max_rows: int | 
     return kept
 
 
-def _digest(tokens: list[Tensor]) -> str:
+def tokens_sha256(groups: Iterable[Tensor]) -> str:
+    """Identifies the tokens of all groups [N, S], how they were cut, and their order."""
     digest = hashlib.sha256()
-    for sequence in tokens:
-        digest.update(str(list(sequence.shape)).encode())
-        digest.update(sequence.to(torch.int32).numpy().tobytes())
+    for tokens_NS in groups:
+        digest.update(str(list(tokens_NS.shape)).encode())
+        digest.update(tokens_NS.to(torch.int32).numpy().tobytes())
     return digest.hexdigest()

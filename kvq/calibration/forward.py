@@ -16,7 +16,7 @@ from kvq.calibration import transformers_door
 from kvq.calibration.activations import ActivationStore, page_locked
 from kvq.calibration.batches import BATCH_TOKENS
 from kvq.calibration.sparse_attention import fit_indexer
-from kvq.checkpoint.architecture import ModelFacts, model_facts
+from kvq.checkpoint.architecture import MTP_NORMS, ModelFacts, model_facts
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.formats import detect_format
 from kvq.checkpoint.reader import CheckpointReader
@@ -41,9 +41,6 @@ def pick_device(name: str) -> torch.device:
 def compute_dtype(device: torch.device) -> torch.dtype:
     """BF16 on GPUs, as the engines compute; float32 on CPUs, where BF16 products are emulated and 100 times slower."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 
 def check_complete(reader: CheckpointReader, facts: ModelFacts) -> None:
@@ -171,17 +168,20 @@ class ModelRunner:
             fit_indexer(module.self_attn, length)
         with torch.no_grad():
             rotary = self.rotary(torch.empty(1, dtype=self.dtype, device=self.device), position_ids)
+            finite = []
             for batch in store.batches():
                 output_BSH = self._forward(module, layer, store, batch, rotary)
-                if not bool(torch.isfinite(output_BSH).all()):
-                    raise CalibrationError(
-                        f"layer {layer} gives NaN or Inf for calibration sequences {batch.start} to "
-                        f"{batch.stop - 1}: look at "
-                        f"the source's weights in {self.reader.folder} (`kvq verify` it) and at these rows of the data."
-                    )
+                finite.append(torch.isfinite(output_BSH).all())
                 store.write(batch, output_BSH)
                 if after is not None:
                     after(batch)
+        # After all of them, so that a GPU is not waited for between two batches.
+        for batch, fine in zip(store.batches(), torch.stack(finite).tolist(), strict=True):
+            if not fine:
+                raise CalibrationError(
+                    f"layer {layer} gives NaN or Inf for sequences {batch.start} to {batch.stop - 1} of the data: "
+                    f"look at the weights in {self.reader.folder} (`kvq verify` it) and at these rows."
+                )
 
     def _forward(self, module: Any, layer: int, store: ActivationStore, batch: slice, rotary: Tensor) -> Tensor:
         hidden_BSH = store.read(batch, self.device)

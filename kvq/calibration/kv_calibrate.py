@@ -4,25 +4,13 @@ Shape suffixes: N = sequences, S = tokens.
 """
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvq.calibration.activations import ActivationStore
-from kvq.calibration.experts import RoutedExperts
 from kvq.calibration.forward import ModelRunner
-from kvq.calibration.kv_hook import install_kv_hook
 from kvq.calibration.kv_stats import KvStatistics
-
-
-def whole_layer(runner: ModelRunner, layer: int) -> Any:
-    """A decoder layer with all its experts, as it runs in evaluation."""
-    experts: nn.Module = nn.Identity()
-    if layer in runner.facts.moe_layers:
-        everyone = range(runner.facts.num_experts)
-        experts = RoutedExperts(runner.expert_gate_up(layer, everyone), runner.expert_down(layer, everyone))
-    return runner.build_layer(layer, experts)
+from kvq.calibration.whole_layer import whole_layer
 
 
 def gather_statistics(runner: ModelRunner, tokens_NS: Tensor, stage: Callable[[str], None]) -> KvStatistics:
@@ -39,9 +27,6 @@ def gather_statistics(runner: ModelRunner, tokens_NS: Tensor, stage: Callable[[s
             if tokens_NS.shape[1] < 2:
                 break
             store = runner.mtp_input(layer, tokens_NS, store)
-        module = whole_layer(runner, layer)
-        install_kv_hook(module.self_attn, statistics.attention, layer, statistics.observe)
-        with torch.no_grad():
-            runner.run(module, layer, store)
+        runner.run(whole_layer(runner, layer, statistics.observe), layer, store)
         runner.reader.release()
     return statistics

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq.calibration.e4m3 import E4M3_MAX, through_e4m3
 from kvq.checkpoint.architecture import Attention
 from kvq.errors import CalibrationError
 from kvq.ranks import Ranks
 
-FP8_MAX = 448.0  # largest finite float8_e4m3fn; engines keep x / scale, so scale = amax / 448
 FRACTION_BITS = 5
 NUM_BINS = 256 << FRACTION_BITS
 POINTS = 4  # per bin: 64 to 128 for each step between neighbouring FP8 values of a power of two
@@ -101,7 +101,7 @@ class TensorStats:
 
     def min_error_scale(self) -> float:
         """The candidate with the least squared error: eight an octave, from amax / 448 / 16 to twice amax / 448."""
-        base = self.amax / FP8_MAX
+        base = self.amax / E4M3_MAX
         steps = range(-SHRINK_OCTAVES * STEPS_PER_OCTAVE, GROW_OCTAVES * STEPS_PER_OCTAVE + 1)
         candidates = [base * math.exp2(step / STEPS_PER_OCTAVE) for step in steps]
         points_P, weight_P = self._points()
@@ -138,17 +138,8 @@ def _edges() -> Tensor:
     return bits.clamp(max=0x7F7FFFFF).to(torch.int32).view(torch.float32).double()
 
 
-def round_to_fp8(x: Tensor, scale: float) -> Tensor:
-    """What is read back of `x` from an e4m3 cache at a scale, values beyond 448 * scale clamped; in x's dtype.
-
-    Values beyond the range are clamped, as torch 2.13 casts them on a CPU; other casts may make NaN of them.
-    """
-    stored = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return (stored.float() * scale).to(x.dtype)
-
-
 def _squared_error(points_P: Tensor, weight_P: Tensor, scale: float) -> Tensor:
-    return (weight_P * (points_P - round_to_fp8(points_P, scale)).square()).sum()
+    return (weight_P * (points_P - through_e4m3(points_P, scale)).square()).sum()
 
 
 class KvStatistics:
@@ -204,8 +195,8 @@ class KvStatistics:
         """A scale by which an engine divides what it stores: positive and finite, as float32 holds it."""
         part = self.part(layer, scale_name)
         exact = {
-            "amax": lambda: part.amax / FP8_MAX,
-            "percentile": lambda: part.percentile(PERCENTILE) / FP8_MAX,
+            "amax": lambda: part.amax / E4M3_MAX,
+            "percentile": lambda: part.percentile(PERCENTILE) / E4M3_MAX,
             "min_error": part.min_error_scale,
         }[variant]()
         return max(float(torch.tensor(exact, dtype=torch.float32)), float(torch.finfo(torch.float32).tiny))

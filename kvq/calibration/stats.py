@@ -39,15 +39,18 @@ def _lower_half_mirrored(x_TI: Tensor) -> Tensor:
     return sum_II.tril_().add_(sum_II.tril(-1).T)
 
 
-def blend_hessian(own_sum_II: Tensor, num_tokens: int, layer_mean_II: Tensor, blend_tokens: float) -> Tensor:
+def blend_hessian(
+    own_sum_II: Tensor, num_tokens: int, layer_mean_II: Tensor, blend_tokens: float, out_II: Tensor | None = None
+) -> Tensor:
     """An expert's mean second moment, with `blend_tokens` imaginary tokens from the layer-wide mean added.
 
     (sum of own + b * layer mean) / (n + b), which is (1 - w) own mean + w layer mean with w = b / (b + n): the layer's
     alone for an expert that saw nothing, the expert's own when n is large.
     """
+    result_II = torch.empty_like(layer_mean_II) if out_II is None else out_II
     if num_tokens + blend_tokens == 0:
-        return layer_mean_II.clone()
-    return torch.add(own_sum_II, layer_mean_II, alpha=blend_tokens).div_(num_tokens + blend_tokens)
+        return result_II.copy_(layer_mean_II)
+    return torch.add(own_sum_II, layer_mean_II, alpha=blend_tokens, out=result_II).div_(num_tokens + blend_tokens)
 
 
 def blend_weight(num_tokens: int, blend_tokens: float) -> float:

@@ -6,10 +6,6 @@ Besides this module only tiktoken_door, which it calls, imports transformers.
 import copy
 import importlib
 import logging
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +19,18 @@ from kvq.errors import CalibrationError, CheckpointError
 PER_LAYER_LISTS = {"indexer_types": "full", "mlp_layer_types": "sparse", "layer_types": None}
 
 
+def import_tokenizers() -> None:
+    """Now, what `load_tokenizer` imports for most folders."""
+    importlib.import_module("kvq.calibration.tiktoken_door")
+
+
 def load_tokenizer(folder: Path) -> Any:
-    """The checkpoint's tokenizer. Raises CalibrationError; remote code is never run."""
+    """The checkpoint's tokenizer. Raises CalibrationError; remote code is never run.
+
+    For tokenizer_process, which bounds what the folder's files may do; nothing else should call it.
+    """
     try:
-        with _stdout_is_stderr():
-            return _load_tokenizer(folder)
+        return _load_tokenizer(folder)
     except (CalibrationError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001  tokenizers raises plain Exception, transformers whatever a file provokes
@@ -39,7 +42,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     if (folder / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -47,20 +50,9 @@ def _load_tokenizer(folder: Path) -> Any:
         from kvq.calibration.tiktoken_door import load_kimi_tokenizer
 
         return load_kimi_tokenizer(folder)
+    from transformers import AutoTokenizer  # takes seconds
+
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-@contextmanager
-def _stdout_is_stderr() -> Iterator[None]:
-    """tokenizers' Rust code prints what it does not know in a file; stdout is for kvq's own results."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def build_config(facts: ModelFacts, place: Path) -> Any:

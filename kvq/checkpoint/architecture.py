@@ -16,6 +16,7 @@ Projection = Literal["gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = ("gate_proj", "up_proj", "down_proj")
 
 EXPERTS = "mlp.experts."  # below a layer; the expert's number follows
+MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")  # below a multi-token-prediction layer
 
 MOE_KEYS = (
     "hidden_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "num_hidden_layers",
@@ -91,6 +92,11 @@ class ModelFacts:
     def moe_layers(self) -> range:
         """Indices of all layers with routed experts, the MTP layers included."""
         return range(self.first_moe_layer, self.num_layers + self.num_mtp_layers)
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of prompt and answer together that the config allows; no limit where it names none."""
+        return int(self.text_config.get("max_position_embeddings") or MAX_COUNT)
 
     def layer_prefix(self, layer: int) -> str:
         """For example `model.layers.3.`"""

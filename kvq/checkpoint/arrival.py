@@ -3,18 +3,17 @@
 Hashing 700 GB takes a while, so what was found right is remembered beside the Hub cache, by size and time of change.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvq.checkpoint.hashing import git_blob_sha1, read_chunks, sha256_file
 from kvq.errors import CheckpointError, HubError
 
-CHUNK = 8 * 2**20
 HASHING_THREADS = 4
 
 
@@ -28,28 +27,9 @@ class Expected:
     is_lfs: bool
 
 
-def git_blob_sha1(chunks: Iterable[bytes], size: int) -> str:
-    """Git's name of a blob: sha1 of `blob <size>`, a zero byte and the content."""
-    digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def read_chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            yield chunk
-
-
 def digest_of(path: Path, is_lfs: bool) -> str:
     """The digest by which the Hub knows this content."""
-    if not is_lfs:
-        return git_blob_sha1(read_chunks(path), path.stat().st_size)
-    digest = hashlib.sha256()
-    for chunk in read_chunks(path):
-        digest.update(chunk)
-    return digest.hexdigest()
+    return sha256_file(path) if is_lfs else git_blob_sha1(read_chunks(path), path.stat().st_size)
 
 
 def expected_files(repo: str, siblings: Iterable[Any]) -> list[Expected]:

@@ -9,8 +9,8 @@ Shape suffixes: O = out_features, I = in_features, P = row blocks, Q = column bl
 import torch
 from torch import Tensor
 
-from kvq.checkpoint.formats import SourceFormat
-from kvq.checkpoint.packing import CODES_PER_WORD, unpack_int4
+from kvq.checkpoint.formats import CODES_PER_WORD, SourceFormat
+from kvq.checkpoint.packing import unpack_int4
 from kvq.checkpoint.reader import CheckpointReader, check_finite
 from kvq.errors import CheckpointError
 

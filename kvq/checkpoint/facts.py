@@ -11,15 +11,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
-from kvq.checkpoint.formats import detect_format
+from kvq.checkpoint.architecture import MTP_NORMS, PROJECTIONS, ModelFacts, model_facts
+from kvq.checkpoint.formats import CODES_PER_WORD, detect_format
 from kvq.checkpoint.header import TensorInfo, tensor_bytes
 from kvq.checkpoint.index import CheckpointIndex
 from kvq.errors import CheckpointError
 
 KNOWN = resources.files("kvq.checkpoint") / "known"
 SHARD = "facts"  # no file of that name: facts say what there is, not which file holds it
-CODES_PER_WORD = 8
 
 Spec = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
@@ -184,7 +183,7 @@ class _Maker:
 
     def _mtp(self, at: str, vocab: int) -> Iterator[Spec]:
         hidden = self.facts.hidden_size
-        for norm in ("enorm", "hnorm", "shared_head.norm"):
+        for norm in MTP_NORMS:
             yield f"{at}{norm}.weight", "BF16", (hidden,)
         yield f"{at}eh_proj.weight", "BF16", (hidden, 2 * hidden)
         if self.mtp_has_embeddings:

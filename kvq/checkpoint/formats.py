@@ -11,6 +11,7 @@ from kvq.errors import CheckpointError
 
 FormatKind = Literal["fp8-block", "fp8-channel", "int4-packed", "bf16"]
 FLOAT_DTYPES = ("BF16", "F16", "F32")
+CODES_PER_WORD = 8  # of four bits, in an int32 of `weight_packed`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,8 @@ def detect_format(config: Mapping[str, Any], index: CheckpointIndex) -> SourceFo
     else:
         method = quantization.get("quant_method")
         raise CheckpointError(
-            f"{place}: quant_method {method!r} is not supported; kvq reads fp8 (128x128 blocks), "
-            f"compressed-tensors FP8 "
-            "and INT4, and plain BF16. Start from the FP8 or BF16 release of this model."
+            f"{place}: quant_method {method!r} is not supported; kvq reads fp8 (128x128 blocks), compressed-tensors "
+            "FP8 and INT4, and plain BF16. Start from the FP8 or BF16 release of this model."
         )
     _check_dtypes(index, source)
     return source
@@ -101,8 +101,7 @@ def _compressed_tensors(quantization: Mapping[str, Any], place: Path) -> SourceF
         return _compressed_fp8(fp8_group, ignore, place)
     raise CheckpointError(
         f"{place}: compressed-tensors groups {weights!r} are not supported; kvq reads one FP8 group (channel or "
-        f"block), "
-        "or INT4. Start from the FP8 or BF16 release of this model."
+        "block), or INT4. Start from the FP8 or BF16 release of this model."
     )
 
 
@@ -141,15 +140,13 @@ def _check_dtypes(index: CheckpointIndex, source: SourceFormat) -> None:
             explained = source.scale_suffix is not None and name.endswith(".weight")
             if not explained or info.dtype == "F8_E5M2" or len(info.shape) != 2:
                 raise CheckpointError(
-                    f"{index.folder / info.shard}: {name} is {info.dtype} {list(info.shape)}, which the config "
-                    f"does not "
-                    "explain. Is config.json from another release?"
+                    f"{index.folder / info.shard}: {name} is {info.dtype} {list(info.shape)}, which the config does "
+                    "not explain. Is config.json from another release?"
                 )
             if scale not in index.tensors:
                 raise CheckpointError(
-                    f"{index.folder / info.shard}: FP8 tensor {name} has no scale {scale}; its values mean "
-                    f"nothing without "
-                    "it. Download the index and the shards again."
+                    f"{index.folder / info.shard}: FP8 tensor {name} has no scale {scale}; its values mean nothing "
+                    "without it. Download the index and the shards again."
                 )
             _check_scale_shape(index, name, scale, source)
         elif info.dtype in ("F4", "F8_E8M0", "U8"):

@@ -173,8 +173,7 @@ def _check_layout(path: Path, tensors: list[TensorInfo], start: int, size: int) 
         if tensor.offset != end:
             raise CheckpointError(
                 f"{path}: tensor {tensor.name} starts at byte {tensor.offset}, expected {end}: tensors overlap or "
-                f"leave "
-                "a gap. Download this shard again."
+                "leave a gap. Download this shard again."
             )
         end += tensor.nbytes
     if end != size:

@@ -32,9 +32,8 @@ class CheckpointIndex:
             return self.tensors[name]
         except KeyError:
             raise CheckpointError(
-                f"{self.folder}: the checkpoint has no tensor {name}, which its config calls for. Download it "
-                f"again, or "
-                "report the layout if it is complete."
+                f"{self.folder}: the checkpoint has no tensor {name}, which its config calls for. Download it again, "
+                "or report the layout if it is complete."
             ) from None
 
     @property
@@ -49,7 +48,7 @@ def load_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
         check_regular(path, max_bytes)
         value = parse_json(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file. Is this a complete checkpoint folder?") from None
+        raise CheckpointError(f"{path}: no such file. Give one that is there, or download it again.") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:
@@ -57,6 +56,13 @@ def load_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}. Download the file again.")
     return value
+
+
+def expect_folder(folder: Path) -> None:
+    """Raise CheckpointError for a checkpoint folder that is not there, or is a file."""
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "no such folder"
+        raise CheckpointError(f"{folder}: {found}. Give the folder of a checkpoint, where its config.json lies.")
 
 
 def load_config(folder: Path) -> dict[str, Any]:
@@ -92,9 +98,8 @@ def assemble_index(
     missing = sorted(set(shards).difference(files))
     if missing:
         raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(shards)} shards are missing, the first is {missing[0]}. Download "
-            f"them and "
-            "start again."
+            f"{folder}: {len(missing)} of {len(shards)} shards are missing, the first is {missing[0]}. Download them "
+            "and start again."
         )
     headers = {shard: {tensor.name: tensor for tensor in found} for shard, found in read_headers(files).items()}
     tensors_by_name: dict[str, TensorInfo] = {}

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvq.checkpoint.index import load_json
 from kvq.errors import CheckpointError, OutputError
 
 FOLDER = ".kvq-journal"
+FINGERPRINT = "fingerprint.json"
 STATE_BYTES = 2 * 2**30
 """Hidden states to write for each layer, on average. Larger ones are kept every few layers; in between, a run that is
 cut off computes those layers again, which costs less than a terabyte of writes."""
@@ -80,13 +82,34 @@ class Journal:
     def folder(self) -> Path:
         return self.partial / FOLDER
 
-    def follow(self) -> None:
-        """Take over what rank 0 has found finished when it took the folder."""
+    def follow(self, fingerprint: Mapping[str, Any]) -> None:
+        """Take over what rank 0 has found finished when it took the folder.
+
+        Raises OutputError when that is not here: on another host, without a file system that both see.
+        """
+        path = self.folder / FINGERPRINT
+        if FINGERPRINT not in self._names():
+            raise OutputError(
+                f"{path} is not there for rank {self.rank} on {socket.gethostname()}, though rank 0 has written it. "
+                "Choose an --out that lies on a file system of all hosts, and under the same path."
+            )
+        self._compare(_read_record(path), fingerprint)
         self.steps = self._finished(self.rank)
 
     def all_steps(self) -> list[list[Step]]:
-        """The finished steps of every rank."""
-        return [self.steps if rank == self.rank else self._finished(rank) for rank in range(self.size)]
+        """The finished steps of every rank. Raises OutputError when another rank's cannot be seen here."""
+        everybody = [self.steps if rank == self.rank else self._finished(rank) for rank in range(self.size)]
+        for rank, steps in enumerate(everybody):
+            if len(steps) != len(self.steps):
+                raise OutputError(
+                    f"{self.folder}: rank {rank} has finished {len(self.steps)} steps, and {len(steps)} of its records "
+                    "are there. Is it one file system on all hosts? Run the same command again to go on."
+                )
+        return everybody
+
+    def _names(self) -> set[str]:
+        """What lies in the folder. Listing it makes a network file system look again for what other hosts have made."""
+        return set(os.listdir(self.folder)) if self.folder.is_dir() else set()
 
     def state_name(self, number: int) -> str:
         return f"state-{number:05d}{_suffix(self.rank)}.safetensors"
@@ -120,7 +143,7 @@ class Journal:
             raise
 
     def _take(self, fingerprint: Mapping[str, Any]) -> None:
-        path = self.folder / "fingerprint.json"
+        path = self.folder / FINGERPRINT
         if path.exists():
             self._compare(_read_record(path), fingerprint)
             self.steps = self._finished(self.rank)
@@ -149,7 +172,8 @@ class Journal:
 
     def _recorded(self, rank: int) -> list[Step]:
         steps: list[Step] = []
-        while (path := self._record_path(len(steps), rank)).exists():
+        names = self._names()
+        while (path := self._record_path(len(steps), rank)).name in names:
             steps.append(_as_step(path, len(steps), _suffix(rank)))
         return steps
 
@@ -241,7 +265,7 @@ def discard(partial: Path) -> None:
             path.unlink()
     for folder in journals:
         if folder.is_dir():
-            (folder / "fingerprint.json").unlink(missing_ok=True)
+            (folder / FINGERPRINT).unlink(missing_ok=True)
             shutil.rmtree(folder)
     if partial.is_dir():
         partial.rmdir()
@@ -283,12 +307,12 @@ def _suffix(rank: int) -> str:
 def _as_step(path: Path, number: int, suffix: str) -> Step:
     """A step as it was written: its files lie in their folders under the names that they always have."""
     record = _read_record(path)
-    types = {"shard": str, "sha256": str, "tensors": dict, "results": list, "kv": dict}
+    types = {"number": int, "shard": str, "sha256": str, "tensors": dict, "results": list, "kv": dict}
     states = (None, f"state-{number:05d}{suffix}.safetensors")
     if (
         record.keys() != Step.__dataclass_fields__.keys()
         or record["number"] != number
-        or not all(isinstance(record[key], kind) for key, kind in types.items())
+        or not all(type(record[key]) is kind for key, kind in types.items())  # -0.0 == 0 == False
         or Path(record["shard"]).name != record["shard"]
         or record["state"] not in states
         or not isinstance(record["resumable"], bool)

@@ -7,8 +7,6 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
-CODES_PER_WORD = 8
-
 
 def pack_int4(codes_OI: Tensor) -> Tensor:
     """int8 codes in [-8, 7] to int32 words [O, I/8]: code + 8 in four bits, lowest column in the lowest bits."""

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvq.checkpoint.index import CheckpointIndex, load_config, load_index
+from kvq.checkpoint.index import CheckpointIndex, expect_folder, load_config, load_index
 from kvq.errors import CheckpointError
 
 WEIGHT_FILE_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
@@ -35,8 +35,7 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder.")
+        expect_folder(folder)
         self.folder = folder
         self.config: dict[str, Any] = load_config(folder)
         self.index: CheckpointIndex = load_index(folder)

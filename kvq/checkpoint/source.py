@@ -60,12 +60,17 @@ def local_folder(model: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form `owner/name`."""
+    return text.count("/") == 1 and not text.startswith((".", "/", "~"))
+
+
 def check_hub_id(model: str) -> None:
     """Raise CheckpointError for what is neither a folder, nor an alias, nor of the form `owner/name`."""
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+    if not is_hub_id(model):
         raise CheckpointError(
             f"{model}: no such folder, no known alias (`kvq models` lists them) and not a Hub id of the form "
-            f"owner/name."
+            "owner/name."
         )
 
 

@@ -4,13 +4,16 @@ A run of hours reads each shard once; what it has written of one version does no
 """
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from kvq.checkpoint.index import CheckpointIndex
 from kvq.errors import CheckpointError
 
 SAMPLES = 16
-SAMPLE_BYTES = 4096
+SAMPLE_BYTES = 65536
 
 
 class SourceWatch:
@@ -40,8 +43,15 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
+def source_digest(folder: Path, config: Mapping[str, Any], index: CheckpointIndex) -> str:
+    """A hash over config, tensor table and `content_digest`: of what a result depends on in a source of 700 GB."""
+    layout = {name: [info.shard, info.dtype, info.shape, info.offset] for name, info in sorted(index.tensors.items())}
+    described = json.dumps([content_digest(folder, index.shards), layout, config], sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
 def content_digest(folder: Path, names: Iterable[str]) -> str:
-    """A hash over sizes and 16 samples of 4 KiB spread over each file, its first and last bytes among them.
+    """A hash over sizes and 16 samples of 64 KiB spread over each file, its first and last bytes among them.
 
     Other weights of the same layout differ in it; it takes milliseconds for what a whole hash reads for an hour, and
     may miss a change of few bytes. Times of change do not count: a source may be copied to a new disk between two runs.

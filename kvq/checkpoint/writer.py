@@ -26,7 +26,7 @@ SPARE_BYTES = 64 * 2**20  # manifest, index, file-system overhead
 
 
 def dump_json(value: Any) -> str:
-    """JSON text as kvq writes it everywhere: sorted where dicts were, two spaces, a newline at the end."""
+    """JSON text as kvq writes it: keys in their own order, a newline at the end. Raises ValueError for NaN."""
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -147,7 +147,7 @@ class CheckpointWriter:
             save_file(on_host, path, metadata={"format": "pt"})
         except SafetensorError as error:  # how the library reports a full disk
             raise OutputError(f"{path}: writing failed ({error}).") from error
-        path.chmod(0o666 & ~_umask())  # the library makes files that only their owner can read
+        path.chmod(0o666 & ~umask())  # the library makes files that only their owner can read
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in on_host.items()}
         tensors.clear()
         on_host.clear()
@@ -201,7 +201,7 @@ class CheckpointWriter:
             self.sha256[str(path.relative_to(self.partial))] = digest.result()
 
 
-def _umask() -> int:
+def umask() -> int:
     """The process's umask, which can only be read by setting it."""
     current = os.umask(0o077)
     os.umask(current)

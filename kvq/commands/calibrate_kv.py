@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvq.commands.options import Device, Json, known_model, path_option, print_json, user_data
+from kvq.commands.options import Device, Json, known_model, path_option, print_json, unaliased, user_data
 
 
 def calibrate_kv(
@@ -39,9 +39,8 @@ def calibrate_kv(
     check_rows(data)
     if other_data is not None:
         check_rows(other_data)
-    known = known_model(model)
-    source = resolve_source(known.hub if known else model, revision)
-    folder = out or Path(f"{model if known else source.name}-kv")
+    source = resolve_source(unaliased(model), revision)
+    folder = out or Path(f"{model if known_model(model) else source.name}-kv")
 
     from kvq.publish.kv_run import KvRequest, calibrate_kv_scales
 

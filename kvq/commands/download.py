@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Json, known_model, path_option, print_json
+from kvq.commands.options import Json, path_option, print_json, unaliased
 
 
 def download(
@@ -19,8 +19,7 @@ def download(
     from kvq.checkpoint.source import download as fetch
     from kvq.console.transfer import TransferLines
 
-    known = known_model(model)
-    repo = known.hub if known else model
+    repo = unaliased(model)
     check_hub_id(repo)
     lines = TransferLines(quiet=as_json)
     source = fetch(repo, revision, out, lines.note, lines.checked)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvq.commands.options import Device, Json, known_model, path_argument, path_option, print_json
+from kvq.commands.options import Device, Json, path_argument, path_option, print_json, unaliased
 from kvq.errors import RecipeError
 
 
@@ -60,14 +60,14 @@ def evaluate(
     if kv_scales is not None and kv_dtype is None:
         raise RecipeError("--kv-scales: only --kv-dtype makes use of them.")
     flags = make_gates(max_mean_kl, min_same_top, max_ppl_ratio, min_recovery or [])
-    known = known_model(source)
-    origin = resolve_source(known.hub if known else source)
+    chosen_device = pick_device(device)
+    origin = resolve_source(unaliased(source))
     request = Request(
         folder, origin.folder, origin.name, data, Cut(max_rows, max_seq_length, long_context),
         None if kv_dtype is None else kv_dtype.value, kv_scales, base_logits, save_base_logits, damage,
     )  # fmt: skip
     with ERR.status("reading", spinner="line") as status:
-        found = evaluate_checkpoint(request, pick_device(device), status.update)
+        found = evaluate_checkpoint(request, chosen_device, status.update)
     gates = judge(request, found, flags)
     written = write_reports(request, found, gates, report)
     if as_json:

@@ -60,5 +60,11 @@ def known_model(model: str) -> "KnownModel | None":
     return None if local_folder(model) is not None else known_models().get(model)
 
 
+def unaliased(model: str) -> str:
+    """The Hub id that an alias stands for; a folder or a Hub id as it is."""
+    known = known_model(model)
+    return model if known is None else known.hub
+
+
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

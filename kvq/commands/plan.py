@@ -24,6 +24,7 @@ def plan(
         Literal["bf16", "fp8_e4m3"] | None, typer.Option(help="KV cache; by default both are shown.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Put the recipes named after MODEL side by side.")] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that would make it together (torchrun).")] = 1,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the run would use.")] = "cuda",
     target: Annotated[Literal["sglang", "vllm"], typer.Option(help="Engine for the serving notes.")] = "sglang",
     revision: Annotated[str | None, typer.Option(help="Hub revision; by default the newest.")] = None,
@@ -46,9 +47,8 @@ def plan(
     metadata = read_metadata(model, revision, alias=known is not None)
     rows = []
     for one in chosen:
-        resolved = resolve_plan(one, metadata.config, metadata.index)
-        longest = int(resolved.facts.text_config.get("max_position_embeddings") or 2**31)
-        deployment = make_deployment(kind, gpus, parallel, context, kv_dtype, longest)
+        resolved = resolve_plan(one, metadata.config, metadata.index, ranks)
+        deployment = make_deployment(kind, gpus, parallel, context, kv_dtype, resolved.facts.max_positions)
         report = plan_report(metadata, resolved, deployment, device, target)
         rows.append(comparison_row(report) if compare else report)
     if as_json:

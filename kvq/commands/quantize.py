@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvq.commands.options import Device, Json, chosen_recipe, known_model, path_option, print_json, user_data
+from kvq.commands.options import Device, Json, chosen_recipe, known_model, path_option, print_json, unaliased, user_data
 from kvq.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def quantize(
     chosen = chosen_recipe(w, recipe, set_, known)
     if dry_run and local_folder(model) is None:
         folder = out or Path(f"{model.rsplit('/', 1)[-1]}-{chosen.name}")
-        _dry_run_from_hub(known.hub if known else model, revision, chosen, folder, as_json)
+        _dry_run_from_hub(unaliased(model), revision, chosen, folder, as_json)
         return
     from kvq.publish.events import open_events, planned_event
     from kvq.ranks import join
@@ -70,7 +70,7 @@ def quantize(
         _check_before_download(chosen, data, out, device)
         log.emit("source_wanted", model=model, revision=revision)
         lines = TransferLines(quiet=as_json)
-        source = resolve_source(known.hub if known else model, revision, lines.note, lines.checked)
+        source = resolve_source(unaliased(model), revision, lines.note, lines.checked)
         folder = out or Path(f"{model if known else source.name}-{chosen.name}")
 
         from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan
@@ -120,10 +120,14 @@ def _dry_run_from_hub(repo: str, revision: str | None, recipe: "Recipe", out: Pa
     from kvq.checkpoint.writer import check_output
     from kvq.console import OUT, plan_dict, show_plan
     from kvq.recipes.plan import resolve_plan
+    from kvq.shares import launched
 
+    rank, size = launched()
     metadata = read_metadata(repo, revision)
-    plan = resolve_plan(recipe, metadata.config, metadata.index)
+    plan = resolve_plan(recipe, metadata.config, metadata.index, size)
     check_output(out, plan.output_bytes)
+    if rank:
+        return
     if as_json:
         print_json(plan_dict(plan, out))
     else:

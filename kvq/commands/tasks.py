@@ -38,7 +38,7 @@ def tasks(
     """Ask two models the same questions: scores with intervals, flips, recovery. Writes kvq-reports/tasks-*.json."""
     from kvq.console import ERR, show_tasks
     from kvq.verify.models import check_same_prompts, one_source
-    from kvq.verify.report_files import report_folder, write_json, write_report
+    from kvq.verify.report_files import TASKS, report_folder, write_json, write_report
     from kvq.verify.tasks import run
 
     one_source(source, source_server, source_answers, save_answers)
@@ -60,7 +60,7 @@ def tasks(
     assert theirs is not None, "one_source has seen to it"
     figures = run.compare_answers(theirs, ours)
     for name, row in figures.items():
-        write_report(report_folder(folder), f"tasks-{name}", run.SCHEMA, folder, {"tasks": {name: row}})
+        write_report(report_folder(folder), f"tasks-{name}", TASKS, folder, {"tasks": {name: row}})
     if as_json:
         print_json({"tasks": figures})
     else:

@@ -29,7 +29,7 @@ def tool_calls(
     from kvq.console import ERR, show_tool_calls
     from kvq.verify.models import check_same_prompts, one_source
     from kvq.verify.questions import load_questions
-    from kvq.verify.report_files import report_folder, write_json, write_report
+    from kvq.verify.report_files import TOOL_CALLS, report_folder, write_json, write_report
     from kvq.verify.toolcalls import run
 
     one_source(source, source_server, source_answers, save_answers)
@@ -48,7 +48,7 @@ def tool_calls(
         return
     assert theirs is not None, "one_source has seen to it"
     report = run.compare_models(file, theirs, ours, max_tokens)
-    write_report(report_folder(folder), "toolcalls", run.SCHEMA, folder, report)
+    write_report(report_folder(folder), "toolcalls", TOOL_CALLS, folder, report)
     if as_json:
         print_json(report)
     else:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvq.commands.options import Json, path_argument, print_json
-from kvq.errors import INTERRUPTED, VerificationError
+from kvq.errors import INTERRUPTED, HubError, RecipeError, VerificationError
 from kvq.stop import StopRequest
 
 
@@ -30,16 +30,20 @@ def upload(
     as_json: Json = False,
 ) -> None:
     """Check a folder, send it so that no half of it can be loaded, and compare every file with what arrived."""
-    from kvq.checkpoint.source import check_hub_id
+    from kvq.checkpoint.hub import current_token
+    from kvq.checkpoint.source import is_hub_id
     from kvq.console.transfer import TransferLines, show_upload
     from kvq.publish.bundle import check_folder, make_bundle
     from kvq.publish.upload import Target
     from kvq.publish.upload import upload as send
 
-    check_hub_id(repo)
+    if not is_hub_id(repo):
+        raise RecipeError(f"{repo}: not a Hub repository of the form owner/name.")
+    if current_token() is None:  # now, not after hours of hashing
+        raise HubError(f"{repo}: there is no Hub token here. Set HF_TOKEN or run `hf auth login`. Nothing was sent.")
     progress = TransferLines(quiet=as_json)
     progress.note(f"verifying {folder}")
-    faults = check_folder(folder, lambda done, total: None)
+    faults = check_folder(folder)
     if faults and not unverified:
         raise VerificationError(
             f"{folder}: not sent: {'; '.join(faults)}. Mend that, or add --unverified: the card then says so."

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvq.commands.options import Json, known_model, path_argument, print_json
+from kvq.commands.options import Json, path_argument, print_json, unaliased
 from kvq.errors import VerificationError
 
 
@@ -25,14 +25,15 @@ def verify(
 ) -> None:
     """Check a written checkpoint from its files alone, and against its source if given."""
     from kvq.checkpoint.source import resolve_source
-    from kvq.console import show_verification
-    from kvq.publish.kv_loading import check_kv_scales, target_of
+    from kvq.console import ERR, show_verification
     from kvq.verify.checks import verify_checkpoint
 
-    known = known_model(source) if source else None
-    origin = resolve_source(known.hub if known else source).folder if source else None
-    report = verify_checkpoint(folder, origin, lambda done, total: None, without_manifest=without_manifest)
-    report.checks.append(check_kv_scales(folder, target or target_of(folder)))
+    origin = resolve_source(unaliased(source)).folder if source else None
+    with ERR.status("reading", spinner="line") as status:
+        report = verify_checkpoint(
+            folder, origin, lambda done, total: status.update(f"comparing tensor {done}/{total} with the source"),
+            target=target, without_manifest=without_manifest,
+        )  # fmt: skip
     if as_json:
         print_json(report.as_dict())
     else:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from kvq.console.screen import OUT, clock, short_size, size
@@ -42,6 +43,8 @@ def show_plan_report(report: Mapping[str, Any]) -> None:
     _show_serving(report["serving"])
     _show_combinations(report["serving"])
     _show_run(report["run"])
+    if report["ranks"]:
+        show_ranks(report["ranks"], OUT)
     for warning in report["warnings"]:
         OUT.print(f"note: {warning}")
     for source in report["sources"]:
@@ -129,14 +132,28 @@ def _show_combinations(serving: Mapping[str, Any]) -> None:
     _print(table)
 
 
+def show_ranks(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Who does what of a run with several ranks."""
+    table = _table(">rank|experts of each layer|>sequences|>shards|>bytes to write")
+    for row in rows:
+        last = row["first_expert"] + row["num_experts"] - 1
+        table.add_row(
+            str(row["rank"]), f"{row['first_expert']} to {last}", str(row["num_sequences"]), str(row["shards"]),
+            short_size(row["tensor_bytes"]),
+        )  # fmt: skip
+    console.print(table)
+
+
 def _show_run(run: Mapping[str, Any]) -> None:
     OUT.print(f"the run, on {run['device']}; memory is an estimate", style="bold")
     table = Table(box=box.SIMPLE, show_header=False)
     source = f", {size(run['disk_source_bytes'])} of it the download" if run["disk_source_bytes"] else ""
     table.add_row("disk", f"{size(run['disk_bytes'])}{source}")
-    table.add_row("host memory", size(run["host_bytes"]))
+    ranks = run["num_ranks"]
+    each = f" for {ranks} ranks on one host, {size(run['host_bytes_per_rank'])} each" if ranks > 1 else ""
+    table.add_row("host memory", f"{size(run['host_bytes'])}{each}")
     if run["device_bytes"] is not None:
-        table.add_row("GPU memory", size(run["device_bytes"]))
+        table.add_row("GPU memory", f"{size(run['device_bytes'])}{' on each GPU' if ranks > 1 else ''}")
     for term in run["memory_terms"]:
         table.add_row("", f"{term['phase']}, {term['where']}: {term['what']}, {size(term['nbytes'])}")
     time = run["time"]

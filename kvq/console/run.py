@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvq.console.plan import show_ranks
 from kvq.console.screen import ERR, OUT, clock, short_size, size
 from kvq.recipes.plan import REASONS, QuantPlan
 
@@ -72,6 +73,7 @@ def plan_dict(plan: QuantPlan, out: Path) -> dict[str, Any]:
         "source_bytes": plan.source_bytes,
         "output_bytes": plan.output_bytes,
         "classes": [{**row, "reason": REASONS[row["class"]]} for row in class_rows(plan)],
+        "ranks": plan.rank_rows(),
         "warnings": list(plan.warnings),
         "quantization_config": plan.quantization_config,
     }
@@ -110,6 +112,9 @@ def show_plan(plan: QuantPlan, out: Path, console: Console) -> None:
         f"tensors before {size(plan.source_bytes)}, after {size(plan.output_bytes)}, "
         f"{plan.output_bytes / plan.source_bytes:.1%}"
     )
+    rows = plan.rank_rows()
+    if rows:
+        show_ranks(rows, console)
     for warning in plan.warnings:
         console.print(f"note: {warning}")
 

@@ -1,23 +1,20 @@
 """What `kvq upload` sends: the files of an output folder with their hashes, and what speaks against sending them."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvq.checkpoint.arrival import git_blob_sha1, read_chunks
-from kvq.checkpoint.hashing import sha256_file
+from kvq.checkpoint.hashing import git_blob_sha1, read_chunks, sha256_file
 from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME
 from kvq.errors import CheckpointError, OutputError, VerificationError
+from kvq.publish.card_metadata import CARD
 from kvq.verify.checks import verify_checkpoint
 from kvq.verify.report import VerifyReport
 from kvq.verify.report_file import find_report
-from kvq.verify.report_files import REPORTS, report_folder
+from kvq.verify.report_files import DISTANCE, REPORTS, report_folder
 from kvq.verify.structure import load_manifest
 
-CARD = "README.md"
-DISTANCE = f"{REPORTS}/distance.json"
-DISTANCE_SCHEMA = "kvq.distance/1"
+DISTANCE_FILE = f"{REPORTS}/distance.json"
 # Without config.json no engine loads a repository; without the index none reads several shards.
 LOADABLE = ("config.json", INDEX_NAME)
 LAST = (*LOADABLE, CARD, MANIFEST_NAME)
@@ -76,23 +73,23 @@ def find_faults(folder: Path, report: VerifyReport) -> list[str]:
 
 def _report_faults(folder: Path) -> list[str]:
     try:
-        report = find_report(report_folder(folder), Path(DISTANCE).stem, DISTANCE_SCHEMA)
+        report = find_report(report_folder(folder), Path(DISTANCE_FILE).stem, DISTANCE)
         if report is None:
-            return [f"there is no {DISTANCE} (`kvq evaluate` writes it)"]
+            return [f"there is no {DISTANCE_FILE} (`kvq evaluate` writes it)"]
         report.expect_weights_of(folder)
     except (CheckpointError, VerificationError) as error:
         return [str(error).replace(f"{folder}/", "").rstrip(".")]
     gates = report.value.get("gates") or []
     missed = [str(gate.get("name")) for gate in gates if isinstance(gate, dict) and gate.get("passed") is not True]
-    return [f"{DISTANCE} says that gates are missed: {', '.join(missed)}"] if missed else []
+    return [f"{DISTANCE_FILE} says that gates are missed: {', '.join(missed)}"] if missed else []
 
 
-def check_folder(folder: Path, progress: Callable[[int, int], None]) -> list[str]:
+def check_folder(folder: Path) -> list[str]:
     """`find_faults` of a folder that is verified now. Raises CheckpointError if it is no checkpoint at all.
 
     A missing manifest is a fault in `find_faults`' own words: what `kvq verify` advises are flags of its own.
     """
-    return find_faults(folder, verify_checkpoint(folder, None, progress, without_manifest=True))
+    return find_faults(folder, verify_checkpoint(folder, without_manifest=True))
 
 
 def make_bundle(folder: Path, reasons: tuple[str, ...] = ()) -> Bundle:

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq.checkpoint.index import MANIFEST_NAME, load_json
-from kvq.checkpoint.source import check_hub_id
+from kvq.checkpoint.index import MANIFEST_NAME, expect_folder, load_json
+from kvq.checkpoint.source import is_hub_id
 from kvq.errors import CheckpointError, OutputError, RecipeError, VerificationError
 from kvq.publish.card_measured import distance_section, kv_section, plots, task_section, tool_call_section
-from kvq.publish.card_metadata import SOURCE_CARD, front_matter, license_fields, source_metadata
+from kvq.publish.card_metadata import CARD, SOURCE_CARD, front_matter, license_fields, source_metadata
 from kvq.publish.card_page import render_page
 from kvq.publish.card_tensors import classes_by_type, packed_text, tensor_rows, words
 from kvq.publish.manifest import FEW_TOKENS
 from kvq.verify.report_file import ReportFile
 
-CARD = "README.md"
 MARK = "<!-- kvq card -->"
 MAX_SCRIPT = 8192
 LARGEST_TP = 8
@@ -33,8 +32,8 @@ def build_card(folder: Path, base_model: str | None = None, notes: Sequence[str]
     manifest = _manifest(folder)
     source = manifest.text("source", "id")
     base = base_model or (source if manifest.at("source", "revision").value else None)
-    if base is not None:
-        _check_base(base)
+    if base is not None and not is_hub_id(base):
+        raise RecipeError(f"--base-model {base}: expected a Hub id of the form owner/name.")
     rows = tensor_rows(manifest.value, manifest.path)
     grouped = classes_by_type(rows)
     head = front_matter(folder, base, manifest.text("source", "model_type"), grouped)
@@ -52,15 +51,9 @@ def build_card(folder: Path, base_model: str | None = None, notes: Sequence[str]
     return head + page
 
 
-def _check_base(base: str) -> None:
-    try:
-        check_hub_id(base)
-    except CheckpointError:
-        raise RecipeError(f"--base-model {base}: expected a Hub id of the form owner/name.") from None
-
-
 def _manifest(folder: Path) -> ReportFile:
     """Raises CheckpointError where kvq did not make the folder."""
+    expect_folder(folder)
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}; `kvq card` describes what `kvq quantize` has made.")

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq.verify.report_file import ReportFile, find_report, find_tasks
-from kvq.verify.report_files import REPORTS, report_folder
+from kvq.verify.report_files import DISTANCE, KV, REPORTS, TASKS, TOOL_CALLS, report_folder
 
-DISTANCE, KV, COVERAGE = "kvq.distance/1", "kvq.kv/1", "kvq.coverage/1"
-TASKS, TOOL_CALLS = "kvq.tasks/1", "kvq.toolcalls/1"
 NOT_MEASURED = "not measured"
 PLUS_MINUS = "\u00b1"
 

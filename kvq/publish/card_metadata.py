@@ -11,7 +11,7 @@ import yaml
 
 from kvq.errors import CheckpointError
 
-SOURCE_CARD = "SOURCE_README.md"
+CARD, SOURCE_CARD = "README.md", "SOURCE_README.md"
 LICENSE_FILES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "LICENCE", "COPYING")
 LICENSE_KEYS = ("license", "license_name", "license_link")
 MAX_HEAD = 64 * 1024

@@ -6,20 +6,19 @@ Everything in it was measured by the run that wrote the checkpoint, so that it c
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from kvq import __version__
-from kvq.checkpoint.index import MANIFEST_NAME
+from kvq.checkpoint.index import MANIFEST_NAME, expect_folder
 from kvq.errors import CheckpointError, OutputError
 from kvq.publish.coverage_plots import PlotsLeftOutError, draw_coverage
-from kvq.publish.manifest import FEW_TOKENS, manifest_text
+from kvq.publish.manifest import FEW_TOKENS, manifest_text, mean_of_known
 from kvq.quantize.types import FALLBACKS
-from kvq.verify.report_files import REPORTS, write_whole
+from kvq.verify.report_files import COVERAGE, REPORTS, write_whole
 from kvq.verify.structure import load_manifest
 
 REPORT_NAME = "coverage.json"
-SCHEMA = "kvq.coverage/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,7 @@ def write_coverage(folder: Path) -> Coverage:
 
     Raises CheckpointError for a folder without a manifest of kvq's, OutputError if it cannot be written.
     """
+    expect_folder(folder)
     manifest = load_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"{folder}: has no {MANIFEST_NAME}; only what kvq has written can be reported on.")
@@ -62,7 +62,7 @@ def coverage_report(manifest: Mapping[str, Any]) -> dict[str, Any]:
     experts = _expert_rows(manifest["modules"])
     layers = sorted({row["layer"] for row in experts})
     return {
-        "schema": SCHEMA,
+        "schema": COVERAGE,
         "kvq_version": __version__,
         "source": manifest.get("source"),
         "recipe": manifest.get("recipe"),
@@ -101,14 +101,9 @@ def _layer_row(layer: int, experts: Sequence[Mapping[str, Any]]) -> dict[str, An
         "max_tokens": max(tokens) if known else None,
         "experts_without_tokens": sum(count == 0 for count in tokens) if known else None,
         "experts_with_few_tokens": sum(count < FEW_TOKENS for count in tokens) if known else None,
-        "mean_blend_weight": _mean([m["blend_weight"] for m in matrices]),
-        "mean_relative_weight_error": _mean([m["relative_weight_error"] for m in matrices]),
-        "mean_relative_output_error": _mean([m["relative_output_error"] for m in matrices]),
+        "mean_blend_weight": mean_of_known([m["blend_weight"] for m in matrices]),
+        "mean_relative_weight_error": mean_of_known([m["relative_weight_error"] for m in matrices]),
+        "mean_relative_output_error": mean_of_known([m["relative_output_error"] for m in matrices]),
         "max_relative_output_error": max((m["relative_output_error"] or 0.0 for m in matrices), default=0.0) or None,
         "fallbacks": sum(m["outcome"] in FALLBACKS for m in matrices),
     }
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(mean(known), 6) if known else None

@@ -24,7 +24,7 @@ LINE_START = b'{"version": '
 
 
 class Progress(Protocol):
-    """What a run tells while it goes on, as the pipeline calls it."""
+    """What a run tells while it goes on. Layers count from 0; `layer` is None for what lies outside of them."""
 
     def stage(self, layer: int | None, num_layers: int, text: str) -> None: ...
 

@@ -36,5 +36,5 @@ def find_gpu(name: str) -> Gpu:
     """Raises RecipeError for a kind that is not in the table."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
-        raise RecipeError(f"--gpu {name}: not in kvq's table, which has {', '.join(GPUS)} (kvq/publish/gpus.py).")
+        raise RecipeError(f"--gpu {name}: not in kvq's table (publish/gpus.py). Give one of {', '.join(GPUS)}.")
     return gpu

@@ -24,14 +24,13 @@ from kvq.checkpoint.index import MANIFEST_NAME, load_json
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json
-from kvq.publish.kv_delivery import KV_CACHE_SCHEME, Target, checkpoint_names, known_target
 from kvq.publish.kv_scales import SCALES_FILE, ChosenScales, choose_scales, kv_report, scale_sets, scales_file
 from kvq.publish.manifest import manifest_text
 from kvq.publish.serving_files import SERVING_FOLDER
 from kvq.verify.kv_choice import ONE, KvComparison, compare_scales
+from kvq.verify.kv_delivery import KV_CACHE_SCHEME, Target, checkpoint_names, known_target
 from kvq.verify.report_file import find_report
-from kvq.verify.report_files import HEAD, REPORTS, checkpoint_identity, report_folder, write_json, write_report
-from kvq.verify.reports import KV
+from kvq.verify.report_files import HEAD, KV, REPORTS, checkpoint_identity, report_folder, write_json, write_report
 
 REPORT_NAME = "kv"
 REPORT_FILE = f"{REPORTS}/{REPORT_NAME}.json"

@@ -10,13 +10,14 @@ from typing import Any
 
 from kvq import __version__
 from kvq.calibration.dataset import TokenSet
-from kvq.calibration.kv_stats import FP8_MAX, PERCENTILE, VARIANTS, KvStatistics
+from kvq.calibration.e4m3 import E4M3_MAX
+from kvq.calibration.kv_stats import PERCENTILE, VARIANTS, KvStatistics
 from kvq.checkpoint.architecture import ModelFacts
 from kvq.errors import CalibrationError
-from kvq.publish.kv_delivery import SCALE_NAMES, Target, deliveries
 from kvq.publish.manifest import printable
 from kvq.publish.serving_files import SERVING_FOLDER
 from kvq.verify.kv_choice import ONE, KvComparison, LayerScales
+from kvq.verify.kv_delivery import SCALE_NAMES, Target, deliveries
 
 SCALES_FILE = f"{SERVING_FOLDER}/kv_cache_scales.json"
 SCHEMA = "kvq.kv-scales/1"
@@ -83,7 +84,7 @@ def scales_file(facts: ModelFacts, choice: ChosenScales, tokens: TokenSet) -> di
     return {
         "schema": SCHEMA, "kvq_version": __version__, "model_type": facts.arch.model_type,
         "attention": facts.arch.attention, "num_layers": facts.num_layers, "num_mtp_layers": facts.num_mtp_layers,
-        "dtype": DTYPE, "stored": "x / scale", "max_value": FP8_MAX, "granularity": "tensor",
+        "dtype": DTYPE, "stored": "x / scale", "max_value": E4M3_MAX, "granularity": "tensor",
         "chosen": choice.chosen, "why": choice.why, "percentile": PERCENTILE, "calibration": calibration_of(tokens),
         "layers": layers, "not_calibrated": [layer for layer in every if str(layer) not in layers],
     }  # fmt: skip
@@ -123,7 +124,7 @@ def _statistics_row(statistics: KvStatistics, layer: int, name: str, choice: Cho
         variant: {
             "scale": scales[layer][name],
             "relative_error": part.relative_error(scales[layer][name]),
-            "saturated_share": part.share_above(FP8_MAX * scales[layer][name]),
+            "saturated_share": part.share_above(E4M3_MAX * scales[layer][name]),
             "underflow_share": part.share_lost(scales[layer][name]),
         }
         for variant, scales in choice.sets.items()

@@ -4,13 +4,16 @@ It holds no time of day and no path of this machine, so the same run gives the s
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from statistics import mean
 from typing import Any
 
 from kvq import __version__
 from kvq.calibration.dataset import TokenSet
+from kvq.checkpoint.formats import CODES_PER_WORD
 from kvq.checkpoint.source import Source
 from kvq.publish.serving import serving_notes
 from kvq.quantize.types import FALLBACKS, ModuleResult
@@ -117,7 +120,8 @@ def _calibration(tokens: TokenSet | None) -> dict[str, Any] | None:
 def summarize(plan: QuantPlan, results: list[ModuleResult]) -> dict[str, Any]:
     """The figures of the closing table."""
     packed = [tensor for tensor in plan.tensors.values() if tensor.action == "pack"]
-    weights = sum(tensor.shape[0] * tensor.shape[1] * 8 for tensor in packed if tensor.name.endswith(".weight_packed"))
+    words = sum(math.prod(tensor.shape) for tensor in packed if tensor.name.endswith(".weight_packed"))
+    weights = words * CODES_PER_WORD
     packed_bits = 8 * sum(tensor.nbytes for tensor in packed)
     measured = [result for result in results if result.relative_output_error is not None]
     worst = sorted(measured, key=lambda result: (-(result.relative_output_error or 0.0), result.name))[:5]
@@ -128,8 +132,8 @@ def summarize(plan: QuantPlan, results: list[ModuleResult]) -> dict[str, Any]:
         "output_bytes": plan.output_bytes,
         "num_quantized_modules": len(results),
         "bits_per_weight": round(packed_bits / weights, 4) if weights else None,
-        "mean_relative_weight_error": _mean([result.relative_weight_error for result in results]),
-        "mean_relative_output_error": _mean([result.relative_output_error for result in measured]),
+        "mean_relative_weight_error": mean_of_known([result.relative_weight_error for result in results]),
+        "mean_relative_output_error": mean_of_known([result.relative_output_error for result in measured]),
         "worst_modules": [
             {"name": r.name, "relative_output_error": r.relative_output_error, "num_tokens": r.num_tokens}
             for r in worst
@@ -142,5 +146,7 @@ def summarize(plan: QuantPlan, results: list[ModuleResult]) -> dict[str, Any]:
     }
 
 
-def _mean(values: list[Any]) -> float | None:
-    return round(sum(values) / len(values), 6) if values else None
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """To six digits; None where nothing was measured."""
+    known = [value for value in values if value is not None]
+    return round(mean(known), 6) if known else None

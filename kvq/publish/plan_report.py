@@ -116,6 +116,7 @@ def plan_report(
             "tensor_bytes": plan.source_bytes,
         },
         "output": {"tensors": len(plan.tensors), **files, "bits_per_weight": bits(plan, after)},
+        "ranks": plan.rank_rows(),
         "serving": {
             **serving_sizes(plan, before, after, deployment),
             "notes": serving_notes(plan, target),

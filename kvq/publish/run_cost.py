@@ -38,13 +38,18 @@ class MemoryTerm:
 
 
 def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list[MemoryTerm]:
-    """What is held while a layer runs and while its experts are solved: the two candidates for the peak of a run."""
+    """What a rank holds while a layer runs and while its experts are solved: the two candidates for the peak of a run.
+
+    Of several ranks the one that has most; a layer's own weights and the rest are held by each.
+    """
     if plan.pass_through:
         return [MemoryTerm("always", "copying files", "host", BASE_BYTES)]
     facts, recipe = plan.facts, plan.recipe
     rows, hidden, width = 2 * facts.moe_intermediate_size, facts.hidden_size, COMPUTE_BYTES[device]
-    chunk = min(facts.num_experts, experts_per_chunk(device, rows, hidden))
-    packed = sum(kind.nbytes for kind in after if kind.tensor_class == "routed experts") // len(facts.moe_layers)
+    experts = -(-facts.num_experts // plan.num_ranks)
+    chunk = min(experts, experts_per_chunk(device, rows, hidden))
+    everything = sum(kind.nbytes for kind in after if kind.tensor_class == "routed experts") // len(facts.moe_layers)
+    packed = everything * experts // facts.num_experts
     solving = f"{chunk} experts being solved"
     terms = [
         MemoryTerm("always", "interpreter and libraries", "host", BASE_BYTES),
@@ -53,7 +58,7 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
     ]
     if not recipe.needs_calibration:
         return terms
-    tokens, experts, inner = calibration_tokens(plan), facts.num_experts, facts.moe_intermediate_size
+    tokens, inner = _own_sequences(plan) * recipe.max_seq_length, facts.moe_intermediate_size
     inputs = tokens * hidden * width
     downs = (3 if recipe.drift_correction else 2) * experts * inner * inner * FLOAT_BYTES
     return [
@@ -68,10 +73,14 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
     ]
 
 
+def _own_sequences(plan: QuantPlan) -> int:
+    return -(-plan.recipe.num_calibration_samples // plan.num_ranks)
+
+
 def _attention_bytes(plan: QuantPlan, device: DeviceType) -> int:
     """Scores of all heads and positions of a batch, and their softmax in float32."""
     length, heads = plan.recipe.max_seq_length, int(plan.facts.text_config["num_attention_heads"])
-    sequences = min(plan.recipe.num_calibration_samples, max(1, BATCH_TOKENS[device] // length))
+    sequences = min(_own_sequences(plan), max(1, BATCH_TOKENS[device] // length))
     return sequences * heads * length * length * (COMPUTE_BYTES[device] + FLOAT_BYTES)
 
 
@@ -118,6 +127,8 @@ def estimated_time(plan: QuantPlan, device: DeviceType) -> dict[str, Any]:
     """`seconds` from the profile with these matrix sizes, this solver and device; None, and why, without one."""
     if plan.pass_through:
         return {"seconds": None, "profile": None, "note": "no solving: the time of copying the files"}
+    if plan.num_ranks > 1:
+        return {"seconds": None, "profile": None, "note": f"no profile: nobody has timed {plan.num_ranks} ranks"}
     wanted = profile_key(plan.facts, plan.recipe.solver, device)
     for profile in load_profiles():
         if tuple(profile[key] for key in PROFILE_KEYS) == wanted:
@@ -148,14 +159,20 @@ def profile_key(facts: ModelFacts, solver: str, device: str) -> tuple[int, int, 
 def run_cost(
     plan: QuantPlan, after: list[Kind], device: DeviceType, output_bytes: int, source_bytes: int | None
 ) -> dict[str, Any]:
-    """`source_bytes`: what a download would add to the disk; None where the source is there already."""
+    """`source_bytes`: what a download would add to the disk; None where the source is there already.
+
+    `host_bytes` is for all ranks on one host, `device_bytes` and the terms are for one rank.
+    """
     terms = memory_terms(plan, after, device)
+    host = peak_bytes(terms, ("host", "device") if device == "cpu" else ("host",))
     return {
         "device": device,
+        "num_ranks": plan.num_ranks,
         "disk_bytes": output_bytes + (source_bytes or 0),
         "disk_output_bytes": output_bytes,
         "disk_source_bytes": source_bytes,
-        "host_bytes": peak_bytes(terms, ("host", "device") if device == "cpu" else ("host",)),
+        "host_bytes": host * plan.num_ranks,
+        "host_bytes_per_rank": host,
         "device_bytes": None if device == "cpu" else peak_bytes(terms, ("device",)),
         "memory_terms": [asdict(term) for term in terms],
         "time": estimated_time(plan, device),

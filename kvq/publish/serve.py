@@ -76,7 +76,7 @@ def make_serving(served: Served, request: ServeRequest) -> Serving:
     """Raises RecipeError for sizes, GPUs, versions and memory that do not work, and says which do."""
     version, gpu = sglang_version(request.version), find_gpu(request.gpu)
     parallel = choose_parallel(served, request.gpus, request.tp, request.ep)
-    longest = int(served.facts.text_config.get("max_position_embeddings") or 2**31)
+    longest = served.facts.max_positions
     if request.context is not None and request.context > longest:
         raise RecipeError(f"--context {request.context}: the model's config allows {longest} positions.")
     kv_dtype: KvDtype = "bf16" if request.kv_dtype == "auto" else request.kv_dtype

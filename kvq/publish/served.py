@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from kvq.checkpoint.architecture import ModelFacts, model_facts
 from kvq.checkpoint.formats import detect_format
-from kvq.checkpoint.index import MANIFEST_NAME, load_index, load_json
-from kvq.errors import CheckpointError
-from kvq.publish.parallel import Cut
+from kvq.checkpoint.index import MANIFEST_NAME, expect_folder, load_index, load_json
+from kvq.publish.parallel import GROUPS, Cut
 from kvq.recipes.plan import QuantPlan
 from kvq.recipes.tally import Kind, tally
 
@@ -71,8 +70,7 @@ def served_from_plan(plan: QuantPlan, kinds: list[Kind], source: Path, config: M
 
 def served_from_folder(folder: Path) -> Served:
     """Any checkpoint folder that kvq reads. Raises CheckpointError for others."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder. Give a checkpoint.")
+    expect_folder(folder)
     config = load_json(folder / "config.json")
     index = load_index(folder)
     facts, stored = model_facts(config, folder), detect_format(config, index)
@@ -81,7 +79,7 @@ def served_from_folder(folder: Path) -> Served:
     rest_is_fp8 = any(kind.dtype == "F8_E4M3" and kind.tensor_class != "routed experts" for kind in kinds)
     if stored.kind == "int4-packed":
         experts: Experts = "INT4"
-        step, step_name = int(stored.group_size or 1), "groups"
+        step, step_name = int(stored.group_size or 1), GROUPS
     else:
         experts = "BF16" if stored.kind == "bf16" else "FP8"
         step, step_name = block or 1, "FP8 blocks"

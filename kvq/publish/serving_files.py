@@ -5,11 +5,11 @@ run writes the same bytes. The manifest does not hash these files; `kvq serve-co
 """
 
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvq.checkpoint.writer import umask
 from kvq.errors import OutputError
 from kvq.publish.engines import SGLANG_VERSIONS
 from kvq.publish.parallel import Parallel
@@ -58,10 +58,13 @@ def vllm_command(config: SglangConfig) -> str:
     """vLLM's flags for the same checkpoint. It chooses the INT4 kernel and finds the format by itself.
 
     Parsers and MTP: vLLM's recipes for GLM and Kimi (docs.vllm.ai, recipes.vllm.ai). Expert parallelism there is over
-    all GPUs.
+    all GPUs. vLLM 0.32 reads GLM's two formats of calls with one parser, and by default holds the model to the newer
+    (tool_parsers/glm47_moe_tool_parser.py), in which no line ends after the name: a model of the older one then calls
+    without arguments (benchmarks/2026-11-30_cpu_vllm.md).
     """
     served, deployment = config.served, config.deployment
-    words = [f"vllm serve {shlex.quote(deployment.model_path)}", f"--served-model-name {served.name}"]
+    free = "env VLLM_ENFORCE_STRICT_TOOL_CALLING=0 " if served.parsers.tool_call == "glm45" else ""
+    words = [f"{free}vllm serve {shlex.quote(deployment.model_path)}", f"--served-model-name {served.name}"]
     words += [f"--tensor-parallel-size {deployment.parallel.tp}"]
     words += ["--enable-expert-parallel"] if deployment.parallel.ep > 1 else []
     words += ["--kv-cache-dtype fp8"] if deployment.kv_dtype == "fp8_e4m3" else []
@@ -128,6 +131,14 @@ def notes_text(configs: Sequence[SglangConfig], workable: Sequence[Parallel]) ->
     return "\n".join(lines) + "\n"
 
 
+def router_command() -> str:
+    """In front of a pair; PREFILL and DECODE are the roles' hosts."""
+    return (
+        "python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://PREFILL:30000 "
+        f"{BOOTSTRAP_PORT} --decode http://DECODE:30000 --host 0.0.0.0 --port 8000"
+    )
+
+
 def _pair_notes(config: SglangConfig) -> list[str]:
     """Prefill and decode apart."""
     version = config.deployment.version
@@ -150,8 +161,7 @@ def _pair_notes(config: SglangConfig) -> list[str]:
         f"{checksum}. Transfer: Mooncake over RDMA (`disaggregation-ib-device` names the cards; "
         "`disaggregation-transfer-backend: nixl` is the other choice), the same in both.",
         "",
-        "    python3 -m sglang_router.launch_router --pd-disaggregation --prefill http://PREFILL:30000 "
-        f"{BOOTSTRAP_PORT} --decode http://DECODE:30000 --host 0.0.0.0 --port 8000",
+        f"    {router_command()}",
         "",
         "with each role started as `serving/sglang-ROLE.sh --host 0.0.0.0 --port 30000`.",
     ]
@@ -181,12 +191,6 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
             if name.endswith(".sh"):
-                (folder / name).chmod(0o777 & ~_umask())
+                (folder / name).chmod(0o777 & ~umask())
     except OSError as error:
         raise OutputError(f"{folder}: cannot be written ({error.strerror}). Choose another --out.") from None
-
-
-def _umask() -> int:
-    current = os.umask(0o077)
-    os.umask(current)
-    return current

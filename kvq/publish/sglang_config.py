@@ -12,7 +12,7 @@ from kvq.errors import RecipeError
 from kvq.publish.engines import SglangVersion
 from kvq.publish.gpus import Gpu
 from kvq.publish.kv_cache import KvDtype
-from kvq.publish.parallel import Parallel, cut_problems
+from kvq.publish.parallel import TRITON_INT4_GROUPS, Parallel, cut_problems, marlin_takes
 from kvq.publish.served import Served
 from kvq.publish.serving_memory import CHUNK, MAX_RUNNING, MTP_TOKENS, PAGE_SIZE, MemoryPlan, kv_layout_of, memory_plan
 
@@ -32,7 +32,6 @@ DSA_BACKENDS: Mapping[tuple[str, KvDtype], tuple[str, str]] = {
 }
 # disaggregation/common/conn.py compares the resolved names as text: `auto`, `bf16` and `bfloat16` are three names.
 KV_NAMES: Mapping[KvDtype, str] = {"bf16": "bfloat16", "fp8_e4m3": "fp8_e4m3"}
-TRITON_INT4_GROUPS = (32, 128)
 PLUGIN_GROUP, PLUGIN_MODULE = "sglang.srt.plugins", "kvq.integrity"
 TAGS_SWEEP_SECONDS = 60
 BOOTSTRAP_PORT = 8998
@@ -145,12 +144,13 @@ def choose_parallel(served: Served, gpus: int, tp: int | None, ep: int | None) -
 
 
 def _moe_runner(served: Served, deployment: Deployment) -> str:
-    """The INT4 kernel by name: `auto` would choose the same on Hopper, and on SM100 by version and group."""
+    """The INT4 kernel by name: `auto` would choose Marlin on Hopper, whatever its tiles, and on SM100 by version and
+    group."""
     if served.experts != "INT4":
         return "auto"
     blackwell = deployment.architecture == "blackwell"
     triton = blackwell and deployment.version.triton_int4_sm100 and served.cut.expert_step in TRITON_INT4_GROUPS
-    return "triton" if triton else "marlin"
+    return "triton" if triton or not marlin_takes(served.cut, deployment.parallel) else "marlin"
 
 
 def _attention(served: Served, deployment: Deployment) -> Iterator[tuple[str, str | int]]:

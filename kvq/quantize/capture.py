@@ -1,12 +1,13 @@
 """What the router sent where during calibration, and how the tokens of an expert come together from all ranks.
 
-Each rank runs its own sequences, and solves its own experts on everybody's tokens. Ranks own equally many experts and
-go through them in step: while a rank asks for tokens of its i-th expert, it gives those that the others' i-th experts
-need.
+Each rank runs its own sequences, and solves its own experts on everybody's tokens. Ranks go through their experts in
+step: while a rank asks for tokens of its i-th expert, it gives those that the others' i-th experts need. Where experts
+cannot be shared evenly, some ranks own one fewer; they give for a last time and ask for nothing.
 
 Shape suffixes: T = tokens of this rank, N = tokens of an expert, H = hidden size, C = columns.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -47,29 +48,59 @@ class Capture:
         num_tokens = sum(self.ranks.gather(self.x_TH.shape[0]))
         return self.ranks.total(gram(self.x_TH)) / num_tokens
 
-    def tokens(self, expert: int) -> Tensor:
-        """[N, H], in the order of the ranks and, within one, of its tokens."""
+    def tokens(self, experts: range) -> Iterator[Tensor]:
+        """[N, H] of each of these experts of this rank, in the order of the ranks and, within one, of its tokens.
+
+        To be gone through to its end (`zip(strict=True)` does): there a rank that owns one fewer gives for a last time.
+        """
+        for expert in experts:
+            yield self._fetch(expert)
+        if self._gives_once_more(experts):
+            self._fetch(None)
+
+    def add_outputs(self, output_TH: Tensor, experts: range, output_of: Callable[[int, Tensor], Tensor]) -> None:
+        """Add what these experts make of their tokens, weighted by the router, to the outputs of those tokens."""
+        for expert in experts:
+            self._add_output(output_TH, expert, output_of(expert, self._fetch(expert)))
+        if self._gives_once_more(experts):
+            self._add_output(output_TH, None, self._fetch(None))
+
+    def _fetch(self, expert: int | None) -> Tensor:
         asked = self._in_step(expert)
-        mine = torch.cat([self.routing.token_R[self.routing.rows(one)] for one in asked])
+        mine = torch.cat([self.routing.token_R[self.routing.rows(one)] for one in asked if one is not None])
         return self.ranks.exchange(self.x_TH[mine], *self._traffic(expert, asked))
 
-    def add_output(self, output_TH: Tensor, expert: int, y_NH: Tensor) -> None:
-        """Add an expert's outputs, weighted by the router, to those of the tokens that they belong to."""
+    def _add_output(self, output_TH: Tensor, expert: int | None, y_NH: Tensor) -> None:
         asked = self._in_step(expert)
         sent, received = self._traffic(expert, asked)
         own = self.ranks.exchange(y_NH, received, sent)
         for one, y_TH in zip(asked, torch.split(own, sent), strict=True):
+            if one is None:
+                continue
             rows = self.routing.rows(one)
             token_T, weight_T1 = self.routing.token_R[rows], self.routing.weight_R[rows].float().unsqueeze(-1)
             # A token goes to an expert once: a sum without collisions, where `index_add_` would use slow atomics.
             output_TH[token_T] = (y_TH.float() * weight_T1).add_(output_TH[token_T])
 
-    def _in_step(self, expert: int) -> list[int]:
-        """The expert that each rank is at when this rank is at `expert`."""
+    def _shares(self) -> list[range]:
+        """The experts of each rank."""
         num_experts = len(self.routing.start) - 1
-        place = expert - self.ranks.own(num_experts).start
-        return [self.ranks.own(num_experts, rank).start + place for rank in range(self.ranks.size)]
+        return [self.ranks.own(num_experts, rank) for rank in range(self.ranks.size)]
 
-    def _traffic(self, expert: int, asked: list[int]) -> tuple[list[int], list[int]]:
+    def _gives_once_more(self, experts: range) -> bool:
+        """Whether these are this rank's last, and others have one more."""
+        shares = self._shares()
+        own = shares[self.ranks.rank]
+        return experts.stop == own.stop and len(own) < max(map(len, shares))
+
+    def _in_step(self, expert: int | None) -> list[int | None]:
+        """The expert that each rank is at when this rank is at `expert`; None for a rank that has no more."""
+        shares = self._shares()
+        own = shares[self.ranks.rank]
+        place = len(own) if expert is None else own.index(expert)
+        return [share[place] if place < len(share) else None for share in shares]
+
+    def _traffic(self, expert: int | None, asked: list[int | None]) -> tuple[list[int], list[int]]:
         """Rows that go to each rank when tokens are asked for, and rows that come."""
-        return [self.routing.count(one) for one in asked], [row[expert] for row in self.counts]
+        sent = [0 if one is None else self.routing.count(one) for one in asked]
+        return sent, [0 if expert is None else row[expert] for row in self.counts]

@@ -1,6 +1,11 @@
 """How many experts are solved together. Knows no tensors, so that a plan can say what a run will need."""
 
+from itertools import pairwise
+
 CHUNK_BYTES = {"cpu": 2**30, "cuda": 12 * 2**30}
+# Inputs of down that are kept from their statistics to the layer's output; the rest are computed twice. A GPU has no
+# room for them beside a layer of real size.
+KEPT_BYTES = {"cpu": 2**28, "cuda": 0}
 
 
 def chunk_bytes_per_expert(rows: int, columns: int) -> int:
@@ -13,7 +18,11 @@ def experts_per_chunk(device_type: str, rows: int, columns: int) -> int:
     return max(1, CHUNK_BYTES[device_type] // chunk_bytes_per_expert(rows, columns))
 
 
-def expert_chunks(experts: range, device_type: str, rows: int, columns: int) -> list[range]:
-    """Experts, in order, in chunks that are solved together."""
+def expert_chunks(experts: range, fewest: int, device_type: str, rows: int, columns: int) -> list[range]:
+    """A rank's experts, in order, in chunks that are solved together.
+
+    Of ranks that own `fewest` experts or one more all have as many chunks, since they go through them in step: the last
+    chunk takes in the one more.
+    """
     size = experts_per_chunk(device_type, rows, columns)
-    return [experts[start : start + size] for start in range(0, len(experts), size)]
+    return [experts[start:stop] for start, stop in pairwise([*range(0, fewest, size), len(experts)])]

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvq.quantize.rounding import tensor_core_products
+from kvq.quantize.sweep import FACTOR_BLOCK, cholesky_in_blocks
 from kvq.recipes.schema import Recipe
 
 
@@ -28,6 +30,9 @@ def corrected_weight(
     ridge_E = (recipe.dampening_frac + recipe.drift_dampening_tokens / tokens_E) * mean_E
     dampened_EII = hessian_EII.clone()
     dampened_EII.diagonal(dim1=-2, dim2=-1).add_(ridge_E.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))
-    # Positive definite by its making, so that the solution needs no check; both sides are transposed, H is symmetric.
-    shift_EIO: Tensor = torch.linalg.solve_ex(dampened_EII, torch.bmm(drift_EII.mT, weight_EOI.mT)).result
-    return weight_EOI + shift_EIO.mT
+    # Positive definite by its making, so that the factor needs no check. Solved for D^T alone, which is square, and
+    # multiplied by W after it: W has more rows, and a product is cheaper than two triangular solutions.
+    factor_EII, _ = cholesky_in_blocks(dampened_EII, FACTOR_BLOCK)
+    turn_EII = torch.cholesky_solve(drift_EII.mT, factor_EII)
+    with tensor_core_products():
+        return torch.baddbmm(weight_EOI, weight_EOI, turn_EII.mT)

@@ -7,7 +7,7 @@ Shape suffixes: T = tokens, H = hidden size, I = expert width, J = 2 I (gate row
 chunk, O, C = rows and columns of a projection.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from kvq.calibration.experts import gated_activation
 from kvq.calibration.stats import cross_gram, gram
 from kvq.quantize.awq import search_smoothing
 from kvq.quantize.capture import Capture
+from kvq.quantize.chunks import KEPT_BYTES
 from kvq.quantize.drift import corrected_weight
 from kvq.quantize.moments import borrowed_share, borrowed_tokens, expert_moments
 from kvq.quantize.pack import pack_batch
@@ -65,6 +66,8 @@ class LayerSolver:
     progress: Callable[[str], None]
     _solved: SolvedLayer = field(default_factory=SolvedLayer)
     _gate_up: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
+    _hidden: dict[int, Tensor] = field(default_factory=dict)
+    _kept_bytes: int = 0
     _down_sums: dict[int, Tensor] = field(default_factory=dict)
     _drift_sums: dict[int, Tensor] = field(default_factory=dict)
     _smoothing: dict[int, Tensor] = field(default_factory=dict)
@@ -92,9 +95,9 @@ class LayerSolver:
                 self._solve_down(experts, down_mean)
         return self._solved
 
-    def _tokens(self, expert: int) -> Tensor:
+    def _tokens(self, experts: range) -> Iterator[Tensor]:
         assert self.capture is not None
-        return self.capture.tokens(expert)
+        return self.capture.tokens(experts)
 
     def _counts(self, experts: range) -> list[int]:
         assert self.capture is not None
@@ -107,21 +110,29 @@ class LayerSolver:
             weight_EJH = self._smoothed(experts, weight_EJH)
         moments = None
         if layer_mean_HH is not None:
-            sums = (gram(self._tokens(expert)) for expert in experts)
+            sums = (gram(tokens_TH) for tokens_TH in self._tokens(experts))
             moments = expert_moments(sums, self._counts(experts), layer_mean_HH, borrowed_tokens(self.recipe, False))
         batch = SolverBatch(weight_EJH.float(), moments)
         solved = solve_batch(batch, self.recipe)
         self._record(experts, batch, solved, {"gate_proj": slice(0, half), "up_proj": slice(half, None)})
         if self.capture is None:
             return
-        for index, expert in enumerate(experts):
+        for expert, tokens_TH in zip(experts, self._tokens(experts), strict=True):
+            index = expert - experts.start
             self._gate_up[expert] = self._used(weight_EJH, solved, index)
-            tokens_TH = self._tokens(expert)
             hidden_TI = gated_activation(tokens_TH, self._gate_up[expert]())
+            self._keep(expert, hidden_TI)
             self._down_sums[expert] = gram(hidden_TI)
             if self._corrects_drift:
                 drift_TI = gated_activation(tokens_TH, weight_EJH[index]) - hidden_TI
                 self._drift_sums[expert] = cross_gram(drift_TI, hidden_TI)
+
+    def _keep(self, expert: int, hidden_TI: Tensor) -> None:
+        """For the output, while there is room. Several ranks exchange an expert's tokens in step: they keep none."""
+        assert self.capture is not None
+        if self.capture.ranks.size == 1 and self._kept_bytes + hidden_TI.nbytes <= KEPT_BYTES[self.device.type]:
+            self._kept_bytes += hidden_TI.nbytes
+            self._hidden[expert] = hidden_TI
 
     @property
     def _corrects_drift(self) -> bool:
@@ -132,13 +143,13 @@ class LayerSolver:
         if not self.recipe.propagate_error:
             return lambda: weight_EOC[index]
         codes_OC, scale_OG, dtype = solved.codes_EOI[index], solved.scale_EOG[index], weight_EOC.dtype
-        return lambda: from_codes(codes_OC, scale_OG).to(dtype)
+        return lambda: from_codes(codes_OC, scale_OG, dtype)
 
     def _smoothed(self, experts: range, weight_EJH: Tensor) -> Tensor:
         """Rows of up divided by the factors that down's columns will be multiplied by."""
         sums = [
-            gram(gated_activation(self._tokens(expert), weight_JH))
-            for expert, weight_JH in zip(experts, weight_EJH, strict=True)
+            gram(gated_activation(tokens_TH, weight_JH))
+            for tokens_TH, weight_JH in zip(self._tokens(experts), weight_EJH, strict=True)
         ]
         own = [total / max(1, count) for total, count in zip(sums, self._counts(experts), strict=True)]
         down_EHI = self.source.expert_down(self.layer, experts).float()
@@ -173,21 +184,22 @@ class LayerSolver:
         self._record(experts, original, solved, {"down_proj": slice(None)})
         if self.capture is None:
             return
-        for index, expert in enumerate(experts):
-            self._add_output(expert, self._used(weight_EHI, solved, index)())
 
-    def _add_output(self, expert: int, down_HI: Tensor) -> None:
-        assert self.capture is not None and self._solved.output_TH is not None
-        hidden_TI = gated_activation(self._tokens(expert), self._gate_up.pop(expert)())
-        self.capture.add_output(self._solved.output_TH, expert, F.linear(hidden_TI, down_HI))
+        def output_of(expert: int, tokens_TH: Tensor) -> Tensor:
+            used, hidden_TI = self._gate_up.pop(expert), self._hidden.pop(expert, None)
+            if hidden_TI is None:
+                hidden_TI = gated_activation(tokens_TH, used())
+            return F.linear(hidden_TI, self._used(weight_EHI, solved, expert - experts.start)())
+
+        assert self._solved.output_TH is not None
+        self.capture.add_outputs(self._solved.output_TH, experts, output_of)
 
     def _record(self, experts: range, batch: SolverBatch, solved: SolvedBatch, rows: dict[str, slice]) -> None:
         """Pack each projection and note its errors."""
         delta_EOC = from_codes(solved.codes_EOI, solved.scale_EOG) - batch.weight_EOI
-        weight_errors = _row_energy(delta_EOC, None), _row_energy(batch.weight_EOI, None)
-        output_errors, down = None, "down_proj" in rows
-        if batch.hessian_EII is not None:
-            output_errors = _row_energy(delta_EOC, batch.hessian_EII), _row_energy(batch.weight_EOI, batch.hessian_EII)
+        down, moments = "down_proj" in rows, [None] if batch.hessian_EII is None else [None, batch.hessian_EII]
+        energies = [_row_energy(value, moment) for moment in moments for value in (delta_EOC, batch.weight_EOI)]
+        errors = torch.stack(energies).cpu()  # at once: each copy waits for the device
         packed = pack_batch(solved.codes_EOI, solved.scale_EOG)
         for index, expert in enumerate(experts):
             tokens = None if self.capture is None else self.capture.count(expert)
@@ -202,8 +214,8 @@ class LayerSolver:
                         num_tokens=tokens,
                         blend_weight=borrowed,
                         dampening_frac=None if batch.hessian_EII is None else solved.dampening[index],
-                        relative_weight_error=_relative(weight_errors, index, part),
-                        relative_output_error=None if output_errors is None else _relative(output_errors, index, part),
+                        relative_weight_error=_relative(errors[:2], index, part),
+                        relative_output_error=_relative(errors[2:], index, part) if len(errors) > 2 else None,
                     )
                 )
 
@@ -221,7 +233,7 @@ def solve_batch(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
 
 
 def _row_energy(matrix_EOC: Tensor, moment_ECC: Tensor | None) -> Tensor:
-    """Per row, its square under the second moment of the input (or the plain square): [E, O] on the host.
+    """Per row, its square under the second moment of the input (or the plain square): [E, O].
 
     All matrices may share one moment.
 
@@ -234,9 +246,9 @@ def _row_energy(matrix_EOC: Tensor, moment_ECC: Tensor | None) -> Tensor:
         other = torch.bmm(matrix_EOC.bfloat16(), moments, out_dtype=torch.float32)
     else:
         other = torch.matmul(matrix_EOC, moment_ECC)
-    return (matrix_EOC * other).sum(dim=-1).cpu()
+    return (matrix_EOC * other).sum(dim=-1)
 
 
-def _relative(error_and_whole: tuple[Tensor, Tensor], index: int, part: slice) -> float:
+def _relative(error_and_whole: Tensor, index: int, part: slice) -> float:
     error, whole = (float(value[index, part].double().sum()) for value in error_and_whole)
     return (max(error, 0.0) / whole) ** 0.5 if whole > 0 else 0.0

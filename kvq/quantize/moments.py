@@ -6,7 +6,6 @@ Shape suffixes: E = experts, C = columns.
 import math
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from kvq.calibration.stats import blend_hessian, blend_weight
@@ -31,7 +30,10 @@ def expert_moments(sums: Iterable[Tensor], counts: Sequence[int], mean_CC: Tenso
     """
     if math.isinf(borrowed):
         return mean_CC.unsqueeze(0)
-    return torch.stack([blend_hessian(own, n, mean_CC, borrowed) for own, n in zip(sums, counts, strict=True)])
+    moments_ECC = mean_CC.new_empty(len(counts), *mean_CC.shape)
+    for own_CC, n, moment_CC in zip(sums, counts, moments_ECC, strict=True):
+        blend_hessian(own_CC, n, mean_CC, borrowed, moment_CC)
+    return moments_ECC
 
 
 def borrowed_share(num_tokens: int, borrowed: float) -> float:

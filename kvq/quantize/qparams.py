@@ -13,6 +13,8 @@ CODE_MIN, CODE_MAX = -8, 7
 HALF_RANGE = (CODE_MAX - CODE_MIN) / 2
 # Shrink factors that the search tries: 1.08 down to 0.60 of the min-max scale.
 SHRINK_FACTORS = tuple(1.0 - 0.02 * step for step in range(-4, 21))
+# Values that a CPU tries all factors on before it goes on: they stay in its cache.
+SEARCH_VALUES = 2**17
 
 
 def storable(scale: Tensor) -> Tensor:
@@ -33,10 +35,10 @@ def to_codes(weight_EOI: Tensor, scale_EOG: Tensor) -> Tensor:
     return codes.flatten(-2).to(torch.int8)
 
 
-def from_codes(codes_EOI: Tensor, scale_EOG: Tensor) -> Tensor:
-    """Code times scale in float32: what the checkpoint means."""
-    groups = grouped(codes_EOI.float(), codes_EOI.shape[-1] // scale_EOG.shape[-1])
-    return (groups * scale_EOG.float().unsqueeze(-1)).flatten(-2)
+def from_codes(codes_EOI: Tensor, scale_EOG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Code times scale: what the checkpoint means, rounded once to `dtype` if that is BF16."""
+    groups = grouped(codes_EOI.to(dtype), codes_EOI.shape[-1] // scale_EOG.shape[-1])
+    return (groups * scale_EOG.to(dtype).unsqueeze(-1)).flatten(-2)
 
 
 def find_scales(weight_EOI: Tensor, importance_EI: Tensor | None, recipe: Recipe) -> Tensor:
@@ -56,13 +58,21 @@ def find_scales(weight_EOI: Tensor, importance_EI: Tensor | None, recipe: Recipe
         importance_EI = ones_EI if importance_EI is None else importance_EI
         limits = (CODE_MIN, CODE_MAX)
         return triton_kernels.search_scales(weight_EOI, importance_EI, SHRINK_FACTORS, recipe.group_size, limits)
-    importance = None if importance_EI is None else grouped(importance_EI.unsqueeze(1), recipe.group_size)
+    importance = None if importance_EI is None else grouped(importance_EI.unsqueeze(1).contiguous(), recipe.group_size)
+    rows = max(1, SEARCH_VALUES // max(1, weight_EOI.shape[0] * weight_EOI.shape[2]))
+    parts = zip(torch.split(groups, rows, dim=1), torch.split(base_EOG, rows, dim=1), strict=True)
+    return torch.cat([_search(part, base, importance) for part, base in parts], dim=1)
+
+
+def _search(groups: Tensor, base_EOG: Tensor, importance: Tensor | None) -> Tensor:
+    """The best of all factors for some rows of every matrix."""
     best_scale = storable(base_EOG)
     best_error = torch.full_like(base_EOG, torch.inf)
+    error = torch.empty_like(groups, memory_format=torch.contiguous_format)
     for factor in SHRINK_FACTORS:
         scale = storable(base_EOG * factor)
         step = scale.to(groups.dtype).unsqueeze(-1)
-        error = torch.round(groups / step).clamp_(CODE_MIN, CODE_MAX).mul_(step).sub_(groups).square_()
+        torch.div(groups, step, out=error).round_().clamp_(CODE_MIN, CODE_MAX).mul_(step).sub_(groups).square_()
         total = (error if importance is None else error.mul_(importance)).sum(dim=-1)
         better = total < best_error
         best_error = torch.where(better, total, best_error)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from kvq.quantize.qparams import CODE_MAX, CODE_MIN
 
+CPU_SLICE = 16  # columns whose errors reach each other one by one; later ones get them as a product
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
@@ -80,11 +82,16 @@ def round_block(
     scale_EWO = grid.scale_EOG.gather(2, index_EOW).transpose(1, 2).contiguous()
     feedback_EWW = grid.feedback_EII[:, part, part]
     code_EWO, error_EWO = torch.empty_like(base_EWO), torch.empty_like(base_EWO)
-    for column in range(target_EWO.shape[1]):
-        code_EO = torch.round(target_EWO[:, column] / scale_EWO[:, column]).clamp_(CODE_MIN, CODE_MAX)
-        error_EO = base_EWO[:, column] - code_EO * scale_EWO[:, column]
-        code_EWO[:, column], error_EWO[:, column] = code_EO, error_EO
-        later = slice(column + 1, None)
-        target_EWO[:, later].addcmul_(feedback_EWW[:, column, later].unsqueeze(-1), error_EO.unsqueeze(1))
+    width = target_EWO.shape[1]
+    for start in range(0, width, CPU_SLICE):
+        stop = min(start + CPU_SLICE, width)
+        for column in range(start, stop):
+            code_EO = torch.round(target_EWO[:, column] / scale_EWO[:, column]).clamp_(CODE_MIN, CODE_MAX)
+            error_EO = torch.addcmul(base_EWO[:, column], code_EO, scale_EWO[:, column], value=-1)
+            code_EWO[:, column], error_EWO[:, column] = code_EO, error_EO
+            near = slice(column + 1, stop)
+            target_EWO[:, near].addcmul_(feedback_EWW[:, column, near].unsqueeze(-1), error_EO.unsqueeze(1))
+        if stop < width:
+            target_EWO[:, stop:].baddbmm_(feedback_EWW[:, start:stop, stop:].mT, error_EWO[:, start:stop])
     codes_EOI[:, :, part] = code_EWO.transpose(1, 2).to(torch.int8)
     error_EOI[:, :, part] = error_EWO.transpose(1, 2)

@@ -15,7 +15,7 @@ from kvq.checkpoint.patterns import REGEX, matching
 from kvq.errors import CheckpointError, RecipeError
 from kvq.recipes.schema import Recipe
 from kvq.recipes.scheme import quantization_config
-from kvq.shares import check_even, share
+from kvq.shares import check_enough, share
 
 Action = Literal["pack", "keep", "dequantize"]
 
@@ -94,6 +94,27 @@ class QuantPlan:
         own = {layer: names.get((layer, rank), "") for layer in layers}
         return {layer: (shard, shards.get(shard, [])) for layer, shard in own.items()}
 
+    def rank_rows(self) -> list[dict[str, Any]]:
+        """What each of several ranks has of every layer's experts and of the sequences asked for, and writes."""
+        if self.num_ranks == 1:
+            return []
+        names, tensors = _shard_names(self.facts, self.num_ranks), self.shard_tensors()
+        rows = []
+        for rank in range(self.num_ranks):
+            experts = share(self.facts.num_experts, rank, self.num_ranks)
+            shards = [name for (_, owner), name in names.items() if owner == rank]
+            rows.append(
+                {
+                    "rank": rank,
+                    "first_expert": experts.start,
+                    "num_experts": len(experts),
+                    "num_sequences": len(share(self.recipe.num_calibration_samples, rank, self.num_ranks)),
+                    "shards": len(shards),
+                    "tensor_bytes": sum(tensor.nbytes for name in shards for tensor in tensors.get(name, [])),
+                }
+            )
+        return rows
+
     def shard_tensors(self) -> dict[str, list[TensorPlan]]:
         """Shard -> its tensors, in name order."""
         shards: dict[str, list[TensorPlan]] = {}
@@ -116,7 +137,7 @@ def resolve_plan(recipe: Recipe, config: Mapping[str, Any], index: CheckpointInd
         return _pass_through(recipe, facts, source, index, warnings)
     _check_experts(facts, index)
     _check_group_size(recipe, facts)
-    check_even(facts.num_experts, num_ranks)
+    check_enough(facts.num_experts, num_ranks)
     tensors = {plan.name: plan for plan in _plan_tensors(recipe, facts, source, index, num_ranks)}
     unquantized = [name.removesuffix(".weight") for name, plan in tensors.items() if _is_plain_linear(plan)]
     described = quantization_config(recipe, source, unquantized)
@@ -282,8 +303,8 @@ def _check_layers(facts: ModelFacts, index: CheckpointIndex) -> None:
     if unknown:
         raise CheckpointError(
             f"{index.folder}: there are tensors of layer {unknown[0]}, but config.json counts {facts.num_layers} "
-            f"layers and "
-            f"{facts.num_mtp_layers} MTP layers (num_nextn_predict_layers). Is config.json from another release?"
+            f"layers and {facts.num_mtp_layers} MTP layers (num_nextn_predict_layers). Is config.json from another "
+            "release?"
         )
 
 

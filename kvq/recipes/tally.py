@@ -6,18 +6,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvq.checkpoint.architecture import ModelFacts
+from kvq.checkpoint.formats import CODES_PER_WORD
 from kvq.checkpoint.header import TensorInfo, tensor_bytes
 from kvq.recipes.plan import TensorPlan, class_in_layer, tensor_class
 
 SCALES = ("weight_scale", "weight_scale_inv", "weight_shape", "k_scale", "v_scale", "input_scale")
-CODES_PER_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Tensors that differ in layer and expert only. `below` is their name below the layer, or the whole name outside
-    the layers; `mtp` says
-    that they lie in a multi-token-prediction layer. `parameters` counts weights, whatever they are stored as."""
+    the layers; `mtp` says that they lie in a multi-token-prediction layer. `parameters` counts weights, whatever they
+    are stored as."""
 
     tensor_class: str
     below: str

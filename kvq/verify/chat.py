@@ -3,45 +3,36 @@
 The text is the model's own, special tokens included: tool calls are written with them.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq.calibration.transformers_door import load_tokenizer
-from kvq.errors import CalibrationError, CheckpointError
+from kvq.calibration.tokenizer_process import TokenizerProcess
+from kvq.checkpoint.index import expect_folder, load_json
+from kvq.errors import CheckpointError
 
 
 class ChatFormat:
-    """Messages to token ids, and ids to text."""
+    """Messages to token ids, and ids to text. Raises CheckpointError without a folder, CalibrationError without a
+    tokenizer."""
 
     def __init__(self, folder: Path) -> None:
+        expect_folder(folder)  # before transformers takes its name for a Hub id
         self.folder = folder
-        self.tokenizer = load_tokenizer(folder)
+        self._tokenizer = TokenizerProcess(folder)
         self.stop_ids = stop_ids(folder)
 
     def render(self, messages: Sequence[Any], tools: Sequence[Any] | None, place: str) -> str:
         """The prompt up to where the model's answer begins. Raises CalibrationError."""
-        from jinja2.exceptions import TemplateError
-
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise CalibrationError(
-                f"{place}: the chat template of {self.folder} cannot render it ({type(error).__name__}: {error})."
-            ) from None
-        return str(text)
+        return self._tokenizer.render(messages, tools, place, add_generation_prompt=True)
 
     def encode(self, text: str) -> list[int]:
         """Ids with nothing added."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return self._tokenizer.encode(text, str(self.folder))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text with special tokens and spaces as they are."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._tokenizer.decode(ids)
 
 
 def stop_ids(folder: Path) -> frozenset[int]:
@@ -50,11 +41,11 @@ def stop_ids(folder: Path) -> frozenset[int]:
         path = folder / name
         if not path.exists():
             continue
-        try:
-            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}).") from None
+        value = load_json(path).get("eos_token_id")
         ids = [value] if isinstance(value, int) else value
         if isinstance(ids, list) and ids and all(isinstance(one, int) for one in ids):
             return frozenset(ids)
-    raise CheckpointError(f"{folder}: neither generation_config.json nor config.json names an eos_token_id.")
+    raise CheckpointError(
+        f"{folder}: neither generation_config.json nor config.json names an eos_token_id, which ends an answer. "
+        "Download generation_config.json again."
+    )

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from kvq.checkpoint.index import MANIFEST_NAME
+from kvq.checkpoint.index import MANIFEST_NAME, expect_folder
 from kvq.errors import CheckpointError
+from kvq.verify.kv_check import check_kv_scales
+from kvq.verify.kv_delivery import Target, known_target
 from kvq.verify.numerics import check_against_source
 from kvq.verify.report import Check, VerifyReport
 from kvq.verify.structure import check_structure, load_manifest
@@ -15,14 +17,23 @@ NO_MANIFEST = (
 )
 
 
+def quiet(done: int, total: int) -> None:
+    """Takes progress and shows none."""
+
+
 def verify_checkpoint(
-    folder: Path, source: Path | None, progress: Callable[[int, int], None], *, without_manifest: bool = False
-) -> VerifyReport:
+    folder: Path, source: Path | None = None, progress: Callable[[int, int], None] = quiet, *,
+    target: Target | None = None, without_manifest: bool = False,
+) -> VerifyReport:  # fmt: skip
     """Look at the written files as a stranger would. Problems are in the report; only a folder that is none raises.
+
+    `progress` is told how many of the tensors were compared with the source. KV scales are judged by what `target` does
+    with them, by default the manifest's engine.
 
     No manifest is a problem, unless there is a source to compare with or `without_manifest` says that kvq did not write
     the folder: without either, a damaged or missing file looks like any other.
     """
+    expect_folder(folder)
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder}: no config.json there. Give the folder of a checkpoint.")
     report = VerifyReport(str(folder))
@@ -35,6 +46,7 @@ def verify_checkpoint(
         if manifest is None and source is None and not without_manifest:
             report.checks.append(_failed("manifest", CheckpointError(NO_MANIFEST)))
     report.checks += check_structure(folder, manifest)
+    report.checks.append(check_kv_scales(folder, target or known_target((manifest or {}).get("target"))))
     if source is None:
         return report
     try:

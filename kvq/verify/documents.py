@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.calibration.dataset import RowEncoder, read_rows
+from kvq.calibration.dataset import RowEncoder, read_rows, tokens_sha256
 from kvq.errors import CalibrationError, VerificationError
 
 DOMAIN_FIELDS = ("domain", "kind")
@@ -55,20 +55,12 @@ class EvaluationSet:
 
     def groups(self) -> list["Group"]:
         """Documents of equal length together, longest first, then the long sequences."""
-        lengths = sorted({len(document.tokens_S) for document in self.documents}, reverse=True)
-        groups = []
-        for length in lengths:
-            numbers = [n for n, document in enumerate(self.documents) if len(document.tokens_S) == length]
-            groups.append(Group(torch.stack([self.documents[n].tokens_S for n in numbers]), numbers))
+        groups = by_length([document.tokens_S for document in self.documents])
         return groups if self.long_NS is None else [*groups, Group(self.long_NS, None)]
 
     def sha256(self) -> str:
         """Identifies the tokens of all groups and their order."""
-        digest = hashlib.sha256()
-        for group in self.groups():
-            digest.update(str(list(group.tokens_NS.shape)).encode())
-            digest.update(group.tokens_NS.to(torch.int32).numpy().tobytes())
-        return digest.hexdigest()
+        return tokens_sha256(group.tokens_NS for group in self.groups())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +69,17 @@ class Group:
 
     tokens_NS: Tensor
     numbers: list[int] | None
+
+
+def by_length(sequences: Sequence[Tensor]) -> list[Group]:
+    """Sequences of equal length stacked, longest first; `numbers` say where each stood."""
+    numbers_by_length: dict[int, list[int]] = {}
+    for number, tokens_S in enumerate(sequences):
+        numbers_by_length.setdefault(len(tokens_S), []).append(number)
+    return [
+        Group(torch.stack([sequences[number] for number in numbers]), numbers)
+        for _, numbers in sorted(numbers_by_length.items(), reverse=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ def load_evaluation_set(source: Path, other: Path, vocab_size: int, data: Sequen
     files: list[DataFile] = []
     stream: list[int] = []
     for file in data:
+        if file.is_dir():
+            raise CalibrationError(f"{file}: is a folder; its files are domains. Give each by a --data of its own.")
         rows = read_rows(file)[: cut.max_rows]
         kept = 0
         for number, row in enumerate(rows, start=1):

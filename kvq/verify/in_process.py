@@ -27,7 +27,7 @@ class InProcess:
         runner = ModelRunner(CheckpointReader(folder), device)
         self.place = str(folder)
         self.chat = ChatFormat(folder)
-        self.context = int(runner.facts.text_config.get("max_position_embeddings") or 2**31)
+        self.context = runner.facts.max_positions
         self.device = device
         self.model = load_whole_model(runner)
 
@@ -38,10 +38,14 @@ class InProcess:
         for _ in range(max_tokens):
             output = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache, logits_V = output.past_key_values, output.logits[0, -1].float()
-            if not bool(torch.isfinite(logits_V).all()):
-                raise CalibrationError(f"{self.place}: logits are NaN or Inf; look at its weights with `kvq verify`.")
-            yield logits_V
+            yield self._finite(logits_V)
             ids = logits_V.argmax().reshape(1, 1)
+
+    def _finite(self, logits: Tensor) -> Tensor:
+        """The logits. Raises CalibrationError when they are not finite."""
+        if not bool(torch.isfinite(logits).all()):
+            raise CalibrationError(f"{self.place}: logits are NaN or Inf; look at its weights with `kvq verify`.")
+        return logits
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[str], watch: Watch
@@ -73,8 +77,7 @@ class InProcess:
             ids = torch.tensor([[*prompt, *continuation]], device=self.device)
             count = len(continuation)
             logits_SV = self.model(ids[:, :-1], use_cache=False, logits_to_keep=count).logits[0].float()
-            if not bool(torch.isfinite(logits_SV).all()):
-                raise CalibrationError(f"{self.place}: logits are NaN or Inf; look at its weights with `kvq verify`.")
+            self._finite(logits_SV)
             wanted_S = ids[0, -count:]
             picked_S = F.log_softmax(logits_SV, dim=-1).gather(-1, wanted_S.unsqueeze(-1)).squeeze(-1)
             scores.append((float(picked_S.double().sum()), bool((logits_SV.argmax(dim=-1) == wanted_S).all())))

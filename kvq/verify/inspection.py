@@ -6,26 +6,28 @@ from typing import Any
 
 from kvq.checkpoint.architecture import ModelFacts, model_facts
 from kvq.checkpoint.formats import detect_format, find_quantization_config
-from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, CheckpointIndex, load_config, load_index, load_json
+from kvq.checkpoint.index import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    CheckpointIndex,
+    expect_folder,
+    load_config,
+    load_index,
+    load_json,
+)
 from kvq.errors import CheckpointError
 from kvq.recipes.plan import REASONS, dead_entries
 from kvq.recipes.tally import Kind, tally
+from kvq.verify.kv_delivery import deliveries
+from kvq.verify.kv_loading import emulate_loading, kv_scale_names
 
-KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 QUANTIZED_DTYPES = ("F8_E4M3", "F8_E5M2", "I32", "U8", "I8", "F4")
-# Names under which SGLang 0.5.17 to 0.5.23 take a static KV scale, by attention; GLM-4.x takes none.
-LOADED_SCALES = {
-    "gqa": (),
-    "mla": (".attn_mqa.k_scale", ".attn_mqa.v_scale", ".self_attn.k_proj.k_scale", ".self_attn.v_proj.v_scale"),
-    "dsa": (),
-}
 SIDE_FILES = ("generation_config.json", "tokenizer_config.json", "LICENSE")
 
 
 def inspect_folder(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError only where there is nothing to look at: no config, or damaged headers."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder.")
+    expect_folder(folder)
     config = load_config(folder)
     index = load_index(folder)
     problems = list(index.warnings)
@@ -43,7 +45,7 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
     quantization = find_quantization_config(config)
     dead = dead_entries(_ignore_list(quantization), index.tensors)
     missing = _missing_files(folder, config)
-    scales = _kv_scales(index, facts)
+    scales = _kv_scales(index, facts, quantization)
     return {
         "folder": str(folder),
         "title": facts.arch.title if facts is not None else str(config.get("model_type")),
@@ -88,11 +90,15 @@ def _ignore_list(quantization: Mapping[str, Any] | None) -> list[str]:
     return [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
 
 
-def _kv_scales(index: CheckpointIndex, facts: ModelFacts | None) -> dict[str, Any]:
-    """How many static KV scales there are, and how many of them SGLang's loader would take."""
-    names = [name for name in index.tensors if name.endswith(KV_SCALES)]
-    loaded = LOADED_SCALES[facts.arch.attention] if facts is not None else ()
-    return {"count": len(names), "loaded_by_sglang": sum(name.endswith(loaded) for name in names) if loaded else 0}
+def _kv_scales(
+    index: CheckpointIndex, facts: ModelFacts | None, quantization: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """How many static KV scales there are, and how many of them the newest SGLang that kvq knows would load."""
+    names, loaded = kv_scale_names(index.tensors), 0
+    if facts is not None:
+        newest = deliveries("sglang", facts.arch.attention)[-1]
+        loaded = len(emulate_loading(newest, facts, names, quantization)["matched"])
+    return {"count": len(names), "loaded_by_sglang": loaded}
 
 
 def _mtp_layers(facts: ModelFacts, index: CheckpointIndex) -> list[dict[str, Any]]:

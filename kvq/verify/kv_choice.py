@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvq.calibration.activations import ActivationStore
+from kvq.calibration.e4m3 import E4M3_MAX, through_e4m3
 from kvq.calibration.forward import ModelRunner
-from kvq.calibration.kv_calibrate import whole_layer
-from kvq.calibration.kv_hook import install_kv_hook
-from kvq.calibration.kv_stats import FP8_MAX, SCALE_PARTS, round_to_fp8
+from kvq.calibration.kv_stats import SCALE_PARTS
+from kvq.calibration.whole_layer import whole_layer
+from kvq.verify.documents import by_length
+from kvq.verify.kv_simulation import StoredTensor
 from kvq.verify.logits import position_rows
 
 PLAIN = "bf16"
@@ -29,34 +31,6 @@ SIGNIFICANT = 2.0  # standard errors by which calibrated scales must win over 1.
 LayerScales = Mapping[int, Mapping[str, float]]
 
 
-@dataclass(slots=True)
-class StorageError:
-    """What storing one tensor of one layer at one scale did to its held-out values."""
-
-    error_energy: float = 0.0
-    energy: float = 0.0
-    saturated: int = 0
-    lost: int = 0
-    num_values: int = 0
-
-    def add(self, x: Tensor, scale: float) -> None:
-        kept = round_to_fp8(x.float(), scale)
-        self.error_energy += float((kept - x.float()).double().square().sum())
-        self.energy += float(x.double().square().sum())
-        self.saturated += int((x.abs() > FP8_MAX * scale).sum())
-        self.lost += int(((kept == 0) & (x != 0)).sum())
-        self.num_values += x.numel()
-
-    def as_dict(self) -> dict[str, float]:
-        relative = math.sqrt(self.error_energy / self.energy) if self.energy else 0.0
-        count = max(1, self.num_values)
-        return {
-            "relative_error": relative,
-            "saturated_share": self.saturated / count,
-            "underflow_share": self.lost / count,
-        }
-
-
 @dataclass(eq=False)
 class KvComparison:
     """`kl_P` and `next_P` (log p of the next token, NaN at a document's end) by set of scales; `errors` by layer,
@@ -64,7 +38,7 @@ class KvComparison:
 
     kl_P: dict[str, Tensor]
     next_P: dict[str, Tensor]
-    errors: dict[int, dict[str, dict[str, StorageError]]]
+    errors: dict[int, dict[str, dict[str, StoredTensor]]]
     document_lengths: list[int]
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,7 +53,7 @@ class KvComparison:
             "max_kl": {name: float(kl.max()) for name, kl in self.kl_P.items()},
             "layers": {
                 str(layer): {
-                    tensor: {name: error.as_dict() for name, error in sets.items()} for tensor, sets in tensors.items()
+                    tensor: {name: error.shares() for name, error in sets.items()} for tensor, sets in tensors.items()
                 }
                 for layer, tensors in sorted(self.errors.items())
             },
@@ -118,7 +92,7 @@ class _Storage:
     sets: Mapping[str, LayerScales]
     parts: Mapping[str, str]
     at_work: str = PLAIN
-    errors: dict[int, dict[str, dict[str, StorageError]]] = field(default_factory=dict)
+    errors: dict[int, dict[str, dict[str, StoredTensor]]] = field(default_factory=dict)
 
     def __call__(self, layer: int, name: str, x: Tensor) -> Tensor:
         if name not in self.parts:
@@ -126,9 +100,10 @@ class _Storage:
         if self.at_work == PLAIN:
             rows = self.errors.setdefault(layer, {}).setdefault(name, {})
             for set_name in self.sets:
-                rows.setdefault(set_name, StorageError()).add(x, self._scale(set_name, layer, name))
+                scale = self._scale(set_name, layer, name)
+                rows.setdefault(set_name, StoredTensor()).add(x.float(), through_e4m3(x, scale), E4M3_MAX * scale)
             return x
-        return round_to_fp8(x, self._scale(self.at_work, layer, name))
+        return through_e4m3(x, self._scale(self.at_work, layer, name)).to(x.dtype)
 
     def _scale(self, set_name: str, layer: int, name: str) -> float:
         return self.sets[set_name][layer][self.parts[name]]
@@ -138,15 +113,14 @@ def compare_scales(
     runner: ModelRunner, documents: Sequence[Tensor], sets: Mapping[str, LayerScales], stage: Callable[[str], None]
 ) -> KvComparison:
     """Run all sets over the documents. `sets` must hold `one`, and for each decoder layer both scales."""
-    groups = _by_length(documents)
+    groups = [group.tokens_NS for group in by_length(documents)]
     names = (PLAIN, *sets)
     stores = {name: [runner.embed(tokens_DS) for tokens_DS in groups] for name in names}
     by_scale = SCALE_PARTS[runner.facts.arch.attention]
     storage = _Storage(sets, {part: name for name in reversed(list(by_scale)) for part in by_scale[name]})
     for layer in range(runner.facts.num_layers):
         stage(f"layer {layer + 1}/{runner.facts.num_layers}")
-        module = whole_layer(runner, layer)
-        install_kv_hook(module.self_attn, runner.facts.arch.attention, layer, storage)
+        module = whole_layer(runner, layer, storage)
         for name in names:
             storage.at_work = name
             for store in stores[name]:
@@ -163,12 +137,6 @@ def compare_scales(
     joined_kl, joined_next = ({name: torch.cat(parts) for name, parts in kept.items()} for kept in (kl, next_p))
     lengths = [tokens_DS.shape[1] for tokens_DS in groups for _ in range(tokens_DS.shape[0])]
     return KvComparison(joined_kl, joined_next, storage.errors, lengths)
-
-
-def _by_length(documents: Sequence[Tensor]) -> list[Tensor]:
-    """Documents of equal length stacked: [D, S] each."""
-    lengths = sorted({len(document) for document in documents}, reverse=True)
-    return [torch.stack([document for document in documents if len(document) == length]) for length in lengths]
 
 
 def _log_p(runner: ModelRunner, store: ActivationStore, document: int, norm: Any, head_VH: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ channels of the latent, amax / 448; k_pe in BF16. With either, DSA's indexer key
 amax / 448 rounded up, after a Hadamard rotation, as in SGLang's `dsa_indexer.py` (`rotate_activation`, `act_quant` with
 ue8m0 scales).
 
-Values beyond 448 * scale are clamped, as kernels and torch 2.13's cast do, and counted.
+Values beyond 448 * scale are clamped and counted.
 
 Shape suffixes: X = any leading dimensions, D = width.
 """
@@ -22,12 +22,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kvq.calibration.e4m3 import E4M3_MAX, through_e4m3
 from kvq.checkpoint.architecture import ModelFacts
 from kvq.checkpoint.index import load_json
 from kvq.errors import RecipeError
 
 SimulatedDtype = Literal["fp8_e4m3", "fp8_ds_mla"]
-E4M3_MAX = 448.0
 DSA_GROUP = 128  # channels that share a scale in fp8_ds_mla
 INDEX_AMAX_FLOOR = 1e-4  # act_quant's, against division by zero
 
@@ -35,17 +35,11 @@ Scales = Mapping[int, tuple[float, float]]
 """Layer -> scales of key and value; for latents the first is that of latent and k_pe, and the second equals it."""
 
 
-def fake_quantize_e4m3(x_XD: Tensor, scale: Tensor | float) -> Tensor:
-    """What is read back, in float32. `scale` broadcasts against x."""
-    codes = (x_XD.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.float() * scale
-
-
 def quantize_latent_groups(latent_XD: Tensor) -> Tensor:
     """fp8_ds_mla's latent: an own scale for each token and group of channels."""
     groups = latent_XD.float().reshape(*latent_XD.shape[:-1], -1, math.gcd(DSA_GROUP, latent_XD.shape[-1]))
     scale = (groups.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    return fake_quantize_e4m3(groups, scale).flatten(-2)
+    return through_e4m3(groups, scale).flatten(-2)
 
 
 def quantize_index_key(key_XD: Tensor) -> Tensor:
@@ -55,7 +49,7 @@ def quantize_index_key(key_XD: Tensor) -> Tensor:
     rotated = key_XD.float() @ rotation_DD
     amax = rotated.abs().amax(dim=-1, keepdim=True).clamp(min=INDEX_AMAX_FLOOR)
     scale = torch.exp2(torch.ceil(torch.log2(amax / E4M3_MAX)))
-    return fake_quantize_e4m3(rotated, scale) @ rotation_DD
+    return through_e4m3(rotated, scale) @ rotation_DD
 
 
 def hadamard(width: int) -> Tensor:
@@ -80,6 +74,7 @@ class StoredTensor:
     energy: float = 0.0
 
     def add(self, x_XD: Tensor, read_XD: Tensor, limit: float | None) -> None:
+        """Values as they were and as they are read back; above `limit` (None: scaled dynamically) they were clamped."""
         magnitude = x_XD.abs()
         self.values += x_XD.numel()
         self.saturated += 0 if limit is None else int((magnitude > limit).sum())
@@ -91,6 +86,14 @@ class StoredTensor:
     @property
     def relative_error(self) -> float:
         return math.sqrt(self.error_energy / self.energy) if self.energy else 0.0
+
+    def shares(self) -> dict[str, float]:
+        """The error, and which shares of the values went beyond the range or became zero, as reports have them."""
+        return {
+            "relative_error": self.relative_error,
+            "saturated_share": self.saturated / self.values,
+            "underflow_share": self.to_zero / self.values,
+        }
 
 
 @dataclass(eq=False)
@@ -107,7 +110,7 @@ class KvSimulation:
         if name == "index_key":
             read, limit = quantize_index_key(tensor), None
         elif self.dtype == "fp8_e4m3":
-            read, limit = fake_quantize_e4m3(tensor, scale), E4M3_MAX * scale
+            read, limit = through_e4m3(tensor, scale), E4M3_MAX * scale
         elif name == "latent":
             read, limit = quantize_latent_groups(tensor), None
         else:
@@ -128,8 +131,7 @@ class KvSimulation:
             {
                 "layer": layer, "tensor": name,
                 "scale": self.scale(layer, name) if static and name != "index_key" else None,
-                "relative_error": kept.relative_error, "amax": kept.amax,
-                "saturated_share": kept.saturated / kept.values, "underflow_share": kept.to_zero / kept.values,
+                "amax": kept.amax, **kept.shares(),
             }
             for (layer, name), kept in sorted(self.stored.items())
         ]  # fmt: skip

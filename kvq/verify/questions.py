@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kvq.checkpoint.untrusted import parse_json
 from kvq.errors import CalibrationError
-from kvq.verify.toolcalls.calls import ToolCall, strict_json
+from kvq.verify.toolcalls.calls import ToolCall
 from kvq.verify.toolcalls.tools import openai_tools
 
 Kind = Literal["tool-calls", "arithmetic"]
@@ -67,7 +68,7 @@ def load_questions(path: Path, limit: int | None = None) -> QuestionFile:
 
 def _object(place: str, line: str) -> dict[str, Any]:
     try:
-        row = strict_json(line)
+        row = parse_json(line.encode())
     except (ValueError, RecursionError) as error:
         raise CalibrationError(f"{place}: not valid JSON ({error}).") from None
     if not isinstance(row, dict):

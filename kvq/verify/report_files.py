@@ -15,6 +15,8 @@ from kvq.checkpoint.writer import dump_json
 from kvq.errors import OutputError
 
 REPORTS = "kvq-reports"
+DISTANCE, DAMAGE, KV, COVERAGE = "kvq.distance/1", "kvq.damage/1", "kvq.kv/1", "kvq.coverage/1"
+TASKS, TOOL_CALLS = "kvq.tasks/1", "kvq.toolcalls/1"
 HEAD = ("schema", "kvq_version", "checkpoint_sha256")
 
 

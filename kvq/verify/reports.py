@@ -11,9 +11,7 @@ from kvq.recipes.schema import Gates, make_gates_from
 from kvq.verify.evaluation import Evaluation, Request
 from kvq.verify.gates import GateResult, check_gates, merge_gates
 from kvq.verify.report_file import find_report, find_tasks
-from kvq.verify.report_files import HEAD, report_folder, write_report
-
-DISTANCE, DAMAGE, KV, TASKS = "kvq.distance/1", "kvq.damage/1", "kvq.kv/1", "kvq.tasks/1"
+from kvq.verify.report_files import DAMAGE, DISTANCE, HEAD, KV, TASKS, report_folder, write_report
 
 
 @dataclass(frozen=True, slots=True)

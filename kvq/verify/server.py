@@ -27,7 +27,9 @@ class Server:
         self.concurrency = concurrency
         self._pause = pause
         if not self.place.startswith(("http://", "https://")):
-            raise ServerError(f"{url}: an address begins with http:// or https://.")
+            raise ServerError(
+                f"{url}: no address of a server. Give one that begins with http:// or https://, such as http://127.0.0.1:30000."
+            )
         # Environment proxies are left out: a server to measure is near, and a proxy may hold streams back.
         self._client = httpx.Client(
             timeout=httpx.Timeout(timeout, connect=10.0),

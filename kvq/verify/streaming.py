@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvq.calibration.activations import ActivationStore
-from kvq.calibration.experts import RoutedExperts
 from kvq.calibration.forward import ModelRunner
-from kvq.calibration.kv_hook import install_kv_hook
+from kvq.calibration.whole_layer import whole_layer
 from kvq.verify.damage import LayerDamage
 from kvq.verify.kv_simulation import KvSimulation
 
@@ -34,15 +33,8 @@ class StreamedModel:
         return cls(runner, [runner.embed(tokens_NS) for tokens_NS in groups], kv)
 
     def build(self, layer: int) -> Any:
-        """The layer with all of its experts."""
-        runner, experts = self.runner, nn.Module()
-        if layer in runner.facts.moe_layers:
-            everyone = range(runner.facts.num_experts)
-            experts = RoutedExperts(runner.expert_gate_up(layer, everyone), runner.expert_down(layer, everyone))
-        module = runner.build_layer(layer, experts)
-        if self.kv is not None:
-            install_kv_hook(module.self_attn, runner.facts.arch.attention, layer, self.kv)
-        return module
+        """The layer with all of its experts, its attention reading through `kv`."""
+        return whole_layer(self.runner, layer, self.kv)
 
     def step(self, module: Any, layer: int) -> None:
         """Run the layer on all groups, and let its bytes go."""

@@ -4,20 +4,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvq.checkpoint.architecture import PROJECTIONS, ModelFacts, model_facts
-from kvq.checkpoint.formats import find_quantization_config
+from kvq.checkpoint.architecture import MTP_NORMS, PROJECTIONS, ModelFacts, model_facts
+from kvq.checkpoint.formats import CODES_PER_WORD, find_quantization_config
 from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, load_json
-from kvq.checkpoint.packing import CODES_PER_WORD
 from kvq.checkpoint.patterns import matching, pattern_problem
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.untrusted import inside
 from kvq.errors import CheckpointError
 from kvq.verify.report import Check
 
-MTP_TENSORS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "input_layernorm.weight", "shared_head.norm.weight")
-
-
+MTP_TENSORS = (
+    *(f"{norm}.weight" for norm in MTP_NORMS), "eh_proj.weight", "input_layernorm.weight", "self_attn.o_proj.weight",
+    "mlp.gate.weight", "mlp.gate.e_score_correction_bias",
+)  # fmt: skip
 MAX_MANIFEST_BYTES = 2**30  # that of 180,000 tensors has 80 MB
 TENSOR_TYPES = {"dtype": str, "shape": list, "shard": str, "sources": list}
 
@@ -175,7 +175,7 @@ def check_mtp(reader: CheckpointReader, facts: ModelFacts) -> Check:
         check.note = "the model has none"
     for layer in facts.mtp_layers:
         prefix = facts.layer_prefix(layer)
-        for name in (*MTP_TENSORS, "mlp.gate.weight", "mlp.gate.e_score_correction_bias", "self_attn.o_proj.weight"):
+        for name in MTP_TENSORS:
             check.expect(
                 prefix + name in reader.index, f"{prefix}{name} is missing, but the config promises an MTP layer"
             )
@@ -258,8 +258,8 @@ def check_structure(folder: Path, manifest: Mapping[str, Any] | None) -> list[Ch
         check_plan(reader, manifest),
         check_values(reader),
         check_experts(reader, facts),
+        check_mtp(reader, facts),
     ]
-    checks += [check_mtp(reader, facts)]
     if manifest is None or not manifest.get("pass_through"):
         checks.append(check_config(reader, facts))
     return checks

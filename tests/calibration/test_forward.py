@@ -163,7 +163,7 @@ def test_missing_expert_is_named(tmp_path: Path) -> None:
 def test_activations_that_are_not_finite_name_the_layer(tmp_path: Path, family: str, layer: int, name: str) -> None:
     folder = make_checkpoint(tmp_path / "source", family, "bf16")
     edit_tensor(folder, f"model.layers.{layer}.{name}", lambda tensor: torch.full_like(tensor, 3e38))
-    with pytest.raises(CalibrationError, match=f"layer {layer} gives NaN or Inf for calibration sequences 0 to 1"):
+    with pytest.raises(CalibrationError, match=f"layer {layer} gives NaN or Inf for sequences 0 to 1"):
         kvq_outputs(folder, random_tokens(3, 10))
 
 

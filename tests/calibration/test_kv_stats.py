@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvq.calibration.e4m3 import E4M3_MAX, through_e4m3
 from kvq.calibration.kv_calibrate import gather_statistics
-from kvq.calibration.kv_stats import FP8_MAX, VARIANTS, KvStatistics, TensorStats, round_to_fp8
+from kvq.calibration.kv_stats import VARIANTS, KvStatistics, TensorStats
 from kvq.errors import CalibrationError
 from kvq.ranks import Ranks
 from tests.calibration.models import open_runner, random_tokens
@@ -183,10 +184,9 @@ def test_shares_and_percentiles() -> None:
     assert small.share_lost(1.0) == pytest.approx(0.25)  # the zero was none to lose
 
 
-def test_stored_values_are_clamped_and_keep_their_type() -> None:
-    x = torch.tensor([1e4, -1e4, 1.0], dtype=torch.bfloat16)
-    assert round_to_fp8(x, 2.0).tolist() == [896.0, -896.0, 1.0]
-    assert round_to_fp8(x, 2.0).dtype == torch.bfloat16
+def test_stored_values_are_clamped_and_read_in_float32() -> None:
+    read = through_e4m3(torch.tensor([1e4, -1e4, 1.0], dtype=torch.bfloat16), 2.0)
+    assert read.tolist() == [896.0, -896.0, 1.0] and read.dtype == torch.float32
 
 
 @pytest.mark.parametrize("left_out", ["latent", "k_pe"])
@@ -233,4 +233,4 @@ def test_the_scale_is_the_maximum_over_448() -> None:
     statistics = KvStatistics("gqa")
     statistics.observe(0, "key", values())
     statistics.observe(0, "key", values() / 100)  # a later, smaller batch does not lower it
-    assert statistics.scale(0, "k_scale", "amax") == pytest.approx(300 / FP8_MAX, rel=1e-7)
+    assert statistics.scale(0, "k_scale", "amax") == pytest.approx(300 / E4M3_MAX, rel=1e-7)

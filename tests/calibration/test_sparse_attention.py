@@ -3,7 +3,9 @@
 Shape suffixes: N = sequences, S = tokens per sequence, K = positions selected.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +13,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.calibration.sparse_attention import COPY_BYTES, FLOAT_BYTES, BlockwiseIndexer, SelectAll
+from kvq.checkpoint.source import Source
+from kvq.pipeline import prepare, quantize_checkpoint
+from kvq.quantize.capture import Capture
+from kvq.recipes.schema import load_recipe, override
 from tests.calibration.models import (
     assert_same,
     kvq_outputs,
     layer_with_experts,
+    load_model,
     open_runner,
     random_tokens,
     transformers_outputs,
 )
 from tests.checkpoints import make_checkpoint, preset
+from tests.runs import Quiet
 
 LENGTH = 75
 
@@ -75,6 +83,38 @@ def test_whole_model_equals_transformers_block_by_block(folder: Path, monkeypatc
     set_block(monkeypatch, folder, 10, 2)
     tokens_NS = random_tokens(2, LENGTH)
     assert_same(kvq_outputs(folder, tokens_NS), transformers_outputs(folder, tokens_NS))
+
+
+def test_experts_are_calibrated_on_what_transformers_gives_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole run over sequences longer than the selection, with the source's own experts handed on."""
+    set_block(monkeypatch, folder, 10, 3)
+    tokens_NS = random_tokens(3, LENGTH)
+    (rows := tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"input_ids": r}) + "\n" for r in tokens_NS.tolist())
+    )
+    found: list[Tensor] = []
+    real = Capture.of
+
+    def watched(x_TH: Tensor, *rest: Any) -> Capture:
+        found.append(x_TH)
+        return real(x_TH, *rest)
+
+    monkeypatch.setattr(Capture, "of", watched)
+    settings = [f"max_seq_length={LENGTH}", "group_size=32", "propagate_error=false"]
+    chosen = override(load_recipe("int4"), settings)
+    source = Source(folder, str(folder))
+    quantize_checkpoint(prepare(source, chosen, tmp_path / "out", device="cpu", calibration=rows), Quiet())
+    model, expected = load_model(folder), []
+    for layer in open_runner(folder).facts.moe_layers:
+        if layer < len(model.model.layers):
+            model.model.layers[layer].mlp.register_forward_pre_hook(lambda _, given: expected.append(given[0]))
+    with torch.no_grad():
+        model(tokens_NS, use_cache=False)
+    assert len(expected) > 1
+    for ours, theirs in zip(found, expected, strict=False):  # ours has the draft layer after these
+        torch.testing.assert_close(ours, theirs.flatten(0, 1), rtol=0, atol=1e-4)
 
 
 def test_memory_is_that_of_a_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

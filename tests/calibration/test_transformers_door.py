@@ -9,6 +9,7 @@ import torch
 
 from kvq.calibration.dataset import load_packed
 from kvq.calibration.forward import ModelRunner
+from kvq.calibration.tokenizer_process import TokenizerProcess
 from kvq.calibration.transformers_door import load_tokenizer
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.errors import CalibrationError, CheckpointError
@@ -92,7 +93,7 @@ def test_what_tokenizers_print_is_not_on_stdout(folder: Path, capfd: pytest.Capt
     content = json.loads((folder / "tokenizer.json").read_text())
     content["added_tokens"][0]["of_no_meaning"] = 3
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    load_tokenizer(folder)
+    TokenizerProcess(folder)
     said = capfd.readouterr()
     assert said.out == "" and "of_no_meaning" in said.err
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.checkpoint import arrival
-from kvq.checkpoint.arrival import check_arrival, git_blob_sha1
+from kvq.checkpoint.arrival import check_arrival
+from kvq.checkpoint.hashing import git_blob_sha1
 from kvq.checkpoint.source import download
 from kvq.errors import HubError
 from tests.hub.client import point_client

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvq.checkpoint.packing import CODES_PER_WORD, pack_int4, unpack_int4
+from kvq.checkpoint.formats import CODES_PER_WORD
+from kvq.checkpoint.packing import pack_int4, unpack_int4
 
 
 def test_golden_word() -> None:

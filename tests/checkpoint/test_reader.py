@@ -96,8 +96,8 @@ def test_unknown_tensor(folder: Path) -> None:
 
 def test_folder_must_be_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    for name in ("file", "nothing"):
-        with pytest.raises(CheckpointError, match=f"{name}: no such folder"):
+    for name, said in (("file", "is a file"), ("nothing", "no such folder")):
+        with pytest.raises(CheckpointError, match=f"{name}: {said}"):
             CheckpointReader(tmp_path / name)
 
 

@@ -67,7 +67,7 @@ def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_hash_of_a_file_longer_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvq.checkpoint.hashing.HASH_CHUNK", 7)
+    monkeypatch.setattr("kvq.checkpoint.hashing.CHUNK", 7)
     (tmp_path / "x").write_bytes(b"0123456789abcdef")
     assert sha256_file(tmp_path / "x") == hashlib.sha256(b"0123456789abcdef").hexdigest()
 

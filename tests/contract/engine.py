@@ -168,7 +168,8 @@ def _join(rank: int, tp: int) -> None:
     parallel_state.init_distributed_environment(world_size=tp, rank=rank, local_rank=rank, backend="fake")
 
 
-def _publish(args: Any, rank: int, tp: int, ep: int) -> None:
+def publish(args: Any, rank: int, tp: int, ep: int) -> None:
+    """Make these the arguments of the process, which is one GPU of `tp`. Once in a process."""
     if is_newer():
         runtime_context.publish(args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
         _join(rank, tp)
@@ -192,7 +193,7 @@ def build_model(folder: Path, rank: int, tp: int, ep: int, *, draft: bool = Fals
     words = ["--model-path", str(folder), "--tp-size", str(tp), "--ep-size", str(ep), "--skip-tokenizer-init"]
     args = server_args(*words, "--disable-shared-experts-fusion", "--moe-runner-backend", "marlin",
                        "--moe-a2a-backend", "none")  # fmt: skip
-    _publish(args, rank, tp, ep)
+    publish(args, rank, tp, ep)
     config = ModelConfig.from_server_args(args, model_path=str(folder), is_draft_model=draft)
     initialize_dp_attention(*([args] if is_newer() else [args, config]))
     initialize_moe_config(*([] if is_newer() else [args]))
@@ -208,3 +209,10 @@ def build_model(folder: Path, rank: int, tp: int, ep: int, *, draft: bool = Fals
 def load(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """SGLang's own `load_weights`."""
     model.load_weights(list(tensors))  # type: ignore[operator]
+
+
+def pack(codes_EKN: Tensor) -> Tensor:
+    """Words of eight codes along K, by SGLang's own function, as its kernels' repacking takes them."""
+    from sglang.srt.layers.quantization.utils import pack_rows
+
+    return torch.stack([pack_rows(codes_KN.int() + 8, 4, *codes_KN.shape) for codes_KN in codes_EKN])

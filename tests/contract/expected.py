@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 GATE_UP = ("gate_proj", "up_proj")
 MERGED = {
@@ -17,6 +17,7 @@ MERGED = {
     "wk_weights_proj": ("wk", "weights_proj"),
 }
 BY_ROWS = ("q_b_proj", "kv_b_proj")
+VOCABULARY, PADDING = ("embed_tokens", "lm_head"), 64
 BY_COLUMNS = ("o_proj", "down_proj")
 # Made by the engine for activation order, which kvq's checkpoints do not have.
 OF_THE_ENGINE = ("weight_g_idx", "g_idx_sort_indices")
@@ -29,15 +30,9 @@ def part(tensor: Tensor, dim: int, count: int, index: int) -> Tensor:
     return tensor.chunk(count, dim)[index]
 
 
-def unpack(words: Tensor, dim: int) -> Tensor:
-    """Codes from -8 to 7, eight to a word along `dim`, the first in the lowest bits."""
-    nibbles = [((words >> (4 * place)) & 15) - 8 for place in range(8)]
-    return torch.stack(nibbles, dim + 1).flatten(dim, dim + 1)
-
-
 @dataclass
 class Expected:
-    """`used` are the tensors that some parameter was expected to come from."""
+    """`used` are the tensors that some parameter was expected to come from; those called `weight_packed` are codes."""
 
     tensors: Mapping[str, Tensor]
     text_config: Mapping[str, Any]
@@ -87,7 +82,10 @@ class Expected:
             return torch.cat([part(whole, 0, self.tp, self.rank) for whole in whole_pair])
         if last == "qkv_proj":
             return self._qkv(start, suffix)
-        if last in BY_ROWS or last in ("embed_tokens", "lm_head"):
+        if last in VOCABULARY:
+            whole = self.get(f"{start}{last}.{suffix}")
+            return part(nn.functional.pad(whole, (0, 0, 0, -len(whole) % PADDING)), 0, self.tp, self.rank)
+        if last in BY_ROWS:
             return part(self.get(f"{start}{last}.{suffix}"), 0, self.tp, self.rank)
         whole = self.get(f"{start}{last}.{suffix}")
         if last in BY_COLUMNS and whole.dim() == 2 and whole.shape[1] > 1:
@@ -102,7 +100,8 @@ class Expected:
         return torch.cat([query, *(part(self.get(f"{start}{n}_proj.{suffix}"), 0, count, index) for n in "kv")])
 
     def _experts(self, start: str, rest: str) -> Tensor:
-        """SGLang holds all experts of a GPU in one tensor, transposed: [E, K, N]. Packed words are compared by code."""
+        """SGLang holds all experts of a GPU in one tensor, transposed: [E, K, N]. Of packed words these are
+        the codes."""
         which, _, suffix = rest.partition("_")
         moe_tp = self.tp // self.ep
         slice_index = self.rank % moe_tp
@@ -120,11 +119,4 @@ class Expected:
         tensor = self.get(name)
         if name.endswith("weight_shape"):
             return tensor
-        if name.endswith("weight_packed"):
-            tensor = unpack(tensor, 1)
         return part(tensor, dim, count, index)
-
-
-def comparable(parameter: str, value: Tensor) -> Tensor:
-    """A parameter's value in the terms of `Expected`: codes instead of words."""
-    return unpack(value, 1) if parameter.endswith("weight_packed") else value

@@ -3,12 +3,9 @@
 command gives the bytes of a run that nobody disturbed.
 """
 
-import argparse
 import errno
-import json
 import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,7 +27,7 @@ from tests.faults.processes import (
     Ended,
     Fault,
     chances,
-    enter_preloaded,
+    run_program,
 )
 
 Hindered = Callable[["Trials", Random], Ended]
@@ -193,16 +190,5 @@ def run_trials(scratch: Path, number: int, seed: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--scratch", type=Path, required=True)
-    arguments = parser.parse_args()
-    enter_preloaded(arguments.scratch)
-    report = run_trials(arguments.scratch / str(os.getpid()), arguments.trials, arguments.seed)
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(__doc__, run_trials, "--trials", 60)

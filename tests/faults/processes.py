@@ -4,8 +4,10 @@ The fork needs no ten seconds of imports, and is otherwise what a shell would st
 one process id, its own exit code. shim.c, preloaded, counts its calls. Meant for a process of its own, with one thread.
 """
 
+import argparse
 import contextlib
 import ctypes
+import json
 import os
 import random
 import signal
@@ -47,6 +49,20 @@ def enter_preloaded(scratch: Path) -> None:
     spec = sys.modules["__main__"].__spec__
     assert spec is not None, "run it with -m"
     os.execve(sys.executable, [sys.executable, "-m", spec.name, *sys.argv[1:]], environment)
+
+
+def run_program(
+    description: str | None, work: Callable[[Path, int, int], dict[str, object]], flag: str, default: int
+) -> None:
+    """A command line for `work(scratch, number, seed)`, with the shim preloaded; its report as JSON on stdout."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(flag, dest="number", type=int, default=default)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scratch", type=Path, required=True)
+    arguments = parser.parse_args()
+    enter_preloaded(arguments.scratch)
+    report = work(arguments.scratch / str(os.getpid()), arguments.number, arguments.seed)
+    sys.stdout.write(json.dumps(report, indent=2) + "\n")
 
 
 @dataclass(frozen=True)

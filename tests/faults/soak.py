@@ -5,16 +5,12 @@ a run that nobody disturbed. Half of the points are calls (the n-th read, write,
 in half; the others are moments, most of them within a stage of the run.
 """
 
-import argparse
-import json
-import os
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 from random import Random
 
-from tests.faults.processes import KINDS, MODELS, Bench, Ended, Fault, chances, die_in, enter_preloaded
+from tests.faults.processes import KINDS, MODELS, Bench, Ended, Fault, chances, die_in, run_program
 
 SIGKILLED = -9
 
@@ -108,16 +104,5 @@ def soak(scratch: Path, points: int, seed: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--points", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--scratch", type=Path, required=True)
-    arguments = parser.parse_args()
-    enter_preloaded(arguments.scratch)
-    report = soak(arguments.scratch / str(os.getpid()), arguments.points, arguments.seed)
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(__doc__, soak, "--points", 120)

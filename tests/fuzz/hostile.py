@@ -2,6 +2,7 @@
 
 import copy
 import json
+import mmap
 import os
 import resource
 import signal
@@ -130,9 +131,6 @@ def _key(key: Any) -> str:
     return str(key) if isinstance(key, Raw) else json.dumps(key)
 
 
-_PLACES = (*sys.path, sys.prefix, sys.base_prefix)
-
-
 class Guard:
     """Sees, through the interpreter's audit events, files that are opened or changed and code that is run."""
 
@@ -142,6 +140,8 @@ class Guard:
     def __init__(self) -> None:
         self.folder: str | None = None
         self.seen: list[str] = []
+        self._process = os.getpid()
+        self._seen_by_child = mmap.mmap(-1, 4096)  # shared with processes that are forked while it watches
         self._libraries = tuple(
             {str(Path(place).resolve()) for place in (*sys.path, sys.prefix, sys.base_prefix) if place}
         )
@@ -151,11 +151,17 @@ class Guard:
         if self.folder is None:
             return
         if event in self.CODE:
-            self.seen.append(f"{event} {arguments!r}"[:200])
+            self._report(f"{event} {arguments!r}"[:200])
         elif event in self.FILES and isinstance(arguments[0], str | bytes | os.PathLike):
             path = os.path.realpath(os.fsdecode(arguments[0]))
-            if not path.startswith((self.folder, *self._libraries, "/proc/self")):
-                self.seen.append(f"{event} {path}")
+            if not path.startswith((self.folder, *self._libraries, f"/proc/{os.getpid()}/")):
+                self._report(f"{event} {path}")
+
+    def _report(self, what: str) -> None:
+        self.seen.append(what)
+        if os.getpid() != self._process:
+            written = ascii(what).encode()[:200]
+            self._seen_by_child[: len(written)] = written
 
     @contextmanager
     def watch(self, folder: Path) -> Iterator[None]:
@@ -164,6 +170,7 @@ class Guard:
         Computing is measured in the process's own time, as other processes may leave it little.
         """
         self.seen.clear()
+        self._seen_by_child[:] = bytes(len(self._seen_by_child))
         self.folder = str(folder.resolve())
         limits = ((signal.SIGPROF, signal.ITIMER_PROF, CPU_SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, SECONDS))
         before = [signal.signal(number, _too_long) for number, _, _ in limits]
@@ -176,6 +183,7 @@ class Guard:
                 signal.setitimer(timer, 0)
                 signal.signal(number, handler)
             self.folder = None
+        self.seen += [text.decode()] if (text := self._seen_by_child[:].rstrip(b"\0")) else []
         assert not self.seen, self.seen
 
 
@@ -183,5 +191,5 @@ def _too_long(number: int, frame: FrameType | None) -> None:
     raise AssertionError("it did not come to an end")
 
 
-def peak_megabytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+def peak_megabytes(of: int = resource.RUSAGE_SELF) -> int:
+    return resource.getrusage(of).ru_maxrss // 1024

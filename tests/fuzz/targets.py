@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,8 +25,10 @@ from kvq.run import step_results
 from kvq.verify.checks import verify_checkpoint
 from kvq.verify.inspection import inspect_folder
 from kvq.verify.structure import check_files, load_manifest
-from tests.checkpoints import TINY, make_checkpoint, read_json
+from tests.checkpoints import make_checkpoint, read_json
 from tests.fuzz.hostile import Edit, as_json, document, edited, edits, spoiled, value
+from tests.fuzz.target import Target, near, writes
+from tests.fuzz.text_targets import SMALL, chat_template, tiktoken, tokenizer, tokenizer_config
 from tests.runs import quantize, write_calibration
 
 YAML_PIECES = (
@@ -35,32 +36,6 @@ YAML_PIECES = (
     "2001-99-99", "\t", "---", "%YAML 9", "!!binary =", "'", "solver: rtn", ".inf", "0o9", "~", "\x85", "\ufeff",
     "&a [*a, *a]", "{a: b, a: c}", "[" * 500, "1" * 5000,
 )  # fmt: skip
-SMALL = replace(TINY, num_hidden_layers=2, n_routed_experts=2)
-
-
-@dataclass(frozen=True)
-class Target:
-    """`make` gives an input, `read` takes it; `folder` is all that it may touch; `share` of the inputs are its own."""
-
-    name: str
-    folder: Path
-    make: Callable[[Random], Any]
-    read: Callable[[Any], object]
-    share: float
-
-
-def _near(base: Any) -> Callable[[Random], bytes]:
-    return lambda draw: document(draw, base)
-
-
-def _writes(path: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
-    """Put the input into a file, then read it as kvq does."""
-
-    def one(data: bytes) -> object:
-        path.write_bytes(data)
-        return read()
-
-    return one
 
 
 def header(folder: Path) -> Target:
@@ -81,7 +56,7 @@ def header(folder: Path) -> Target:
         for tensor in read_header(place):
             assert 8 <= tensor.offset <= tensor.offset + tensor.nbytes <= place.stat().st_size
 
-    return Target("safetensors header", folder, make, _writes(place, read), 0.25)
+    return Target("safetensors header", folder, make, writes(place, read), 0.25)
 
 
 def index(folder: Path) -> Target:
@@ -93,7 +68,7 @@ def index(folder: Path) -> Target:
         files = {path.name for path in folder.iterdir()}
         assert set(load_index(folder).shards) <= files
 
-    return Target("index", folder, _near(base), _writes(folder / INDEX_NAME, read), 0.1)
+    return Target("index", folder, near(base), writes(folder / INDEX_NAME, read), 0.1)
 
 
 def config(folder: Path, family: str, source: str) -> Target:
@@ -107,14 +82,14 @@ def config(folder: Path, family: str, source: str) -> Target:
         deployment = make_deployment(find_gpu("h200"), 8, Parallel(8, 1, 1), None, None, 2**20)
         plan_report(Metadata(str(folder), "folder", found, known), plan, deployment, "cuda", "sglang")
 
-    return Target(f"config of {family}", folder, _near(base), _writes(folder / "config.json", read), 0.06)
+    return Target(f"config of {family}", folder, near(base), writes(folder / "config.json", read), 0.06)
 
 
 def inspection(folder: Path) -> Target:
     make_checkpoint(folder, "glm_moe_dsa", "fp8_channel", SMALL)
     base = read_json(folder / "config.json")
-    read = _writes(folder / "config.json", lambda: inspect_folder(folder))
-    return Target("kvq inspect", folder, _near(base), read, 0.03)
+    read = writes(folder / "config.json", lambda: inspect_folder(folder))
+    return Target("kvq inspect", folder, near(base), read, 0.03)
 
 
 def recipe(folder: Path) -> Target:
@@ -134,7 +109,7 @@ def recipe(folder: Path) -> Target:
         return "\n".join(lines).encode()
 
     place = folder / "recipe.yaml"
-    return Target("recipe file", folder, make, _writes(place, lambda: load_recipe(str(place))), 0.12)
+    return Target("recipe file", folder, make, writes(place, lambda: load_recipe(str(place))), 0.12)
 
 
 def setting(folder: Path) -> Target:
@@ -158,7 +133,7 @@ def calibration(folder: Path) -> Target:
     def make(draw: Random) -> bytes:
         return b"\n".join(document(draw, draw.choice((row, chat))) for _ in range(draw.randint(1, 3)))
 
-    read = _writes(place, lambda: load_packed(folder, SMALL.vocab_size, place, 2, 16))
+    read = writes(place, lambda: load_packed(folder, SMALL.vocab_size, place, 2, 16))
     return Target("calibration data", folder, make, read, 0.12)
 
 
@@ -174,7 +149,7 @@ def manifest(folder: Path) -> Target:
     def read() -> None:
         check_files(folder, load_manifest(folder))
 
-    return Target("manifest", folder, _near(base), _writes(folder / MANIFEST_NAME, read), 0.1)
+    return Target("manifest", folder, near(base), writes(folder / MANIFEST_NAME, read), 0.1)
 
 
 def verification(folder: Path) -> Target:
@@ -248,17 +223,6 @@ def _digest(content: Any) -> str:
         return ""
 
 
-def side_files(folder: Path) -> Target:
-    """Tokenizer files: what transformers and tokenizers raise is theirs to choose."""
-    make_checkpoint(folder, "kimi_k2", "bf16", SMALL)
-    place, data = folder / "tokenizer.json", folder / "data.jsonl"
-    data.write_text('{"text": "a b c d e f g h i j k l m n o p"}\n')
-    base = read_json(place)
-    base["model"]["merges"], base["model"]["vocab"] = base["model"]["merges"][:2], base["model"]["vocab"]
-    read = _writes(place, lambda: load_packed(folder, SMALL.vocab_size, data, 2, 16))
-    return Target("tokenizer.json", folder, _near(base), read, 0.004)
-
-
 def all_targets(scratch: Path) -> list[Target]:
     """Every target with a folder of its own."""
 
@@ -272,5 +236,6 @@ def all_targets(scratch: Path) -> list[Target]:
         inspection(place("inspect")), recipe(place("recipe")), setting(place("set")),
         calibration(place("calibration")),
         manifest(place("manifest")), verification(place("verify")), journal(place("journal")),
-        side_files(place("side")),
+        tokenizer(place("tokenizer")), tokenizer_config(place("tokenizer_config")), chat_template(place("template")),
+        tiktoken(place("tiktoken")),
     ]  # fmt: skip

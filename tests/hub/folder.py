@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from kvq.publish.bundle import CARD, DISTANCE_SCHEMA
-from kvq.verify.report_files import report_folder, write_report
+from kvq.publish.card_metadata import CARD
+from kvq.verify.report_files import DISTANCE, report_folder, write_report
 
 CARD_TEXT = "---\nlicense: mit\n---\n# A model\n"
 
 
 def write_distance(folder: Path, **body: Any) -> None:
-    write_report(report_folder(folder), "distance", DISTANCE_SCHEMA, folder, {"mean_kl": 0.1, **body})
+    write_report(report_folder(folder), "distance", DISTANCE, folder, {"mean_kl": 0.1, **body})
 
 
 def add_report_and_card(folder: Path) -> Path:

@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.hub.faults import Faults, Kind
 from tests.hub.store import Repo, Store, Stored, is_large
+from tests.loopback import listening
 
 PART_BYTES = 3000
 PAGE = 5
@@ -61,18 +62,9 @@ class Hub:
 
 @contextmanager
 def serve(hub: Hub) -> Iterator[Hub]:
-    """Run it on a free port of the loopback interface."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    """Run it; `hub.url` is its address."""
+    with listening(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

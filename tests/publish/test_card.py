@@ -12,12 +12,11 @@ import yaml
 from markdown_it import MarkdownIt
 
 from kvq.errors import CheckpointError, KvqError, OutputError, RecipeError, VerificationError
-from kvq.publish.card import CARD, MARK, build_card, write_card
+from kvq.publish.card import MARK, build_card, write_card
+from kvq.publish.card_metadata import CARD
 from kvq.publish.card_page import block, code, escape
-from kvq.verify.report_files import checkpoint_identity, report_folder, write_report
-from kvq.verify.tasks.run import SCHEMA as TASKS
+from kvq.verify.report_files import TASKS, TOOL_CALLS, checkpoint_identity, report_folder, write_report
 from kvq.verify.tasks.stats import Row, compare
-from kvq.verify.toolcalls.run import SCHEMA as TOOL_CALLS
 from tests.conftest import Kvq
 from tests.runs import Shared, manifest_of, rewrite_manifest
 

@@ -1,5 +1,7 @@
 """The cost of a run: memory by phase, time from a profile or none, and thin calibration."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvq.publish import run_cost as module
@@ -11,8 +13,6 @@ from tests.publish.test_sizing import kinds_of, plan_of
 
 
 def with_settings(plan: QuantPlan, *settings: str) -> QuantPlan:
-    from dataclasses import replace
-
     return replace(plan, recipe=override(plan.recipe, settings))
 
 
@@ -87,3 +87,16 @@ def test_profiles_are_dated_and_sourced() -> None:
     for profile in profiles:
         assert profile["profile"].startswith(profile["date"]) and profile["source"] and profile["hardware"]
         assert profile["seconds"] > 0 and profile["num_modules"] > 0 and profile["tokens"] > 0
+
+
+def test_ranks_share_what_grows_with_experts_and_tokens() -> None:
+    plan, kinds = plan_of("glm-5.2"), list(kinds_of("glm-5.2"))
+    whole, part = (
+        {term.what: term.nbytes for term in memory_terms(replace(plan, num_ranks=ranks), kinds, "cuda")}
+        for ranks in (1, 3)
+    )
+    shared = ("inputs of the experts", "quantized gate and up of all experts", "packed experts of a layer")
+    for what in shared:  # the rank with most: 86 of 256 experts, 171 of 512 sequences
+        assert part[what] == pytest.approx(whole[what] * (171 / 512 if what == shared[0] else 86 / 256), abs=1), what
+    assert part["attention of a batch"] == whole["attention of a batch"]
+    assert estimated_time(replace(plan, num_ranks=3), "cuda")["seconds"] is None

@@ -187,6 +187,15 @@ def test_parsers_by_template(alias: str, template: str, tool_call: str, reasonin
     assert (parsers.tool_call, parsers.reasoning) == (tool_call, reasoning)
 
 
+@pytest.mark.parametrize(("alias", "template", "start"), [
+    ("glm-4.7", "<tool_call>{{ c.name }}\n", "env VLLM_ENFORCE_STRICT_TOOL_CALLING=0 vllm serve"),
+    ("glm-4.7", GLM47_TEMPLATE, "vllm serve"), ("kimi-k2", "", "vllm serve"),
+])  # fmt: skip
+def test_vllm_does_not_force_the_newer_format_of_calls_on_older_models(alias: str, template: str, start: str) -> None:
+    model = replace(served(alias, "int4-g64"), template=template)
+    assert make_serving(model, ServeRequest(integrity="none")).as_dict()["vllm"].startswith(f"{start} . ")
+
+
 def test_the_yaml_is_flat_and_reads_back_as_it_was_meant() -> None:
     import yaml
 

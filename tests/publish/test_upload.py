@@ -9,7 +9,8 @@ import pytest
 from kvq.checkpoint.index import INDEX_NAME
 from kvq.errors import HubError, OutputError, StoppedError
 from kvq.publish import upload as module
-from kvq.publish.bundle import CARD, LAST, LOADABLE, Bundle, make_bundle, mark_card
+from kvq.publish.bundle import LAST, LOADABLE, Bundle, make_bundle, mark_card
+from kvq.publish.card_metadata import CARD
 from kvq.publish.upload import Target, Uploaded, batches, upload
 from kvq.stop import StopRequest
 from tests.hub.faults import Faults, Kind

@@ -14,7 +14,8 @@ import pytest
 
 from kvq.checkpoint.hub import be_patient, redact
 from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME
-from kvq.publish.bundle import CARD, DISTANCE, LOADABLE
+from kvq.publish.bundle import DISTANCE_FILE, LOADABLE
+from kvq.publish.card_metadata import CARD
 from tests.checkpoints import edit_tensor
 from tests.conftest import Kvq
 from tests.hub.faults import Faults
@@ -47,16 +48,16 @@ def test_it_prints_the_revision(hub: Hub, folder: Path, kvq_main: Kvq) -> None:
 def spoil(folder: Path, fault: str) -> str:
     """Damage a folder; gives what kvq then says."""
     if fault == "no report":
-        (folder / DISTANCE).unlink()
+        (folder / DISTANCE_FILE).unlink()
         return "there is no kvq-reports/distance.json"
     if fault == "report of another kind":
-        (folder / DISTANCE).write_text('{"schema": "kvq.kv/1"}')
+        (folder / DISTANCE_FILE).write_text('{"schema": "kvq.kv/1"}')
         return "kvq-reports/distance.json: its schema is 'kvq.kv/1'"
     if fault == "report of other weights":
-        (folder / DISTANCE).write_text('{"schema": "kvq.distance/1", "checkpoint_sha256": "0"}')
+        (folder / DISTANCE_FILE).write_text('{"schema": "kvq.distance/1", "checkpoint_sha256": "0"}')
         return "kvq-reports/distance.json: it was measured on other weights"
     if fault == "report that is no JSON":
-        (folder / DISTANCE).write_text("{")
+        (folder / DISTANCE_FILE).write_text("{")
         return "kvq-reports/distance.json: not valid JSON"
     if fault == "missed gate":
         gates = [{"name": "max_mean_kl", "passed": False}, {"name": "min_same_top", "passed": True}]
@@ -117,13 +118,14 @@ def test_what_is_sent_all_the_same_says_so(hub: Hub, folder: Path, kvq_main: Kvq
 def test_not_a_checkpoint_and_not_a_repository(hub: Hub, folder: Path, kvq_main: Kvq, tmp_path: Path) -> None:
     assert kvq_main("upload", tmp_path / "nothing", REPO, "--unverified").code == 3
     said = kvq_main("upload", folder, "no-owner")
-    assert said.code == 3 and hub.asked == []
+    assert said.code == 2 and "no-owner: not a Hub repository" in said.err and hub.asked == []
 
 
 def test_no_login(hub: Hub, folder: Path, kvq_main: Kvq, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "")
     said = kvq_main("upload", folder, REPO)
-    assert said.code == 8 and "Token is required" in said.err and "hf auth login" in said.err and hub.asked == []
+    assert said.code == 8 and hub.asked == []
+    assert "there is no Hub token here" in said.err and "hf auth login" in said.err
 
 
 def start_apart(hub: Hub, folder: Path, home: Path, **more: str) -> subprocess.Popen[str]:

@@ -13,18 +13,15 @@ from kvq.quantize.types import SolverBatch
 from kvq.recipes.schema import Recipe
 from tests import reference
 
+NUMERICS: dict[str, Any] = {
+    "group_size": 32, "block_size": 32, "dampening_frac": 0.01, "dampening_steps": 3, "scale_search": "mse",
+    "refinement_passes": 0, "hessian_blend_tokens": 64, "drift_correction": False,
+}  # fmt: skip
+
 
 def recipe(**changes: Any) -> Recipe:
     """The numerics that tests rely on, whatever the defaults are."""
-    numerics: dict[str, Any] = {
-        "group_size": 32,
-        "block_size": 32,
-        "dampening_frac": 0.01,
-        "dampening_steps": 3,
-        "scale_search": "mse",
-    }
-    numerics |= {"refinement_passes": 0, "hessian_blend_tokens": 64, "drift_correction": False}
-    return Recipe.model_validate({"name": "test", **numerics, **changes})
+    return Recipe.model_validate({"name": "test", **NUMERICS, **changes})
 
 
 def hessian(columns: int, seed: int, num_tokens: int = 0) -> Tensor:

@@ -15,24 +15,11 @@ from tests.quantize.tiny_layer import (
     NUM_EXPERTS,
     SpySolver,
     TinyLayer,
-    tiny_layer,
     written_down,
     written_gate_up,
 )
 
 CORRECTED = {"drift_correction": True, "hessian": "routed", "dampening_frac": 0.1}
-
-
-@pytest.fixture
-def layer() -> TinyLayer:
-    return tiny_layer()
-
-
-@pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> SpySolver:
-    solver = SpySolver()
-    solver.install(monkeypatch)
-    return solver
 
 
 @pytest.mark.parametrize("tokens", [3, 40, 200])

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.quantize.chunks import CHUNK_BYTES
+from kvq.calibration.experts import gated_activation
+from kvq.quantize import experts as experts_module
+from kvq.quantize.chunks import CHUNK_BYTES, KEPT_BYTES
 from kvq.quantize.experts import SolvedLayer
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.types import ModuleResult, SolverBatch
@@ -24,25 +26,12 @@ from tests.quantize.tiny_layer import (
     SpySolver,
     TinyLayer,
     expected_moments,
-    tiny_layer,
     written_down,
     written_gate_up,
     written_weight,
 )
 
 REFINED = recipe(refinement_passes=1)
-
-
-@pytest.fixture
-def layer() -> TinyLayer:
-    return tiny_layer()
-
-
-@pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> SpySolver:
-    solver = SpySolver()
-    solver.install(monkeypatch)
-    return solver
 
 
 def close(found: Tensor, expected: Tensor, rtol: float = 1e-5) -> None:
@@ -241,3 +230,31 @@ def test_inputs_are_not_changed(layer: TinyLayer) -> None:
     layer.solve(recipe())
     now = layer.x_TH, layer.gate_up_EJH, layer.down_EHI, layer.weight_TK
     assert all(torch.equal(value, before) for value, before in zip(now, kept, strict=True))
+
+
+@pytest.mark.parametrize("kept", [0, 5000, 2**28])
+def test_inputs_of_down_are_computed_again_only_where_they_are_not_kept(
+    layer: TinyLayer, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    without = layer.solve(REFINED)
+    calls = 0
+
+    def counted(x_TH: Tensor, gate_up_JH: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return gated_activation(x_TH, gate_up_JH)
+
+    monkeypatch.setattr(experts_module, "gated_activation", counted)
+    monkeypatch.setitem(KEPT_BYTES, "cpu", kept)
+    solved = layer.solve(REFINED)
+    assert solved.output_TH is not None and without.output_TH is not None
+    assert torch.equal(solved.output_TH, without.output_TH)
+    again = calls - NUM_EXPERTS
+    sizes = [layer.tokens(expert).shape[0] * INTER * layer.x_TH.element_size() for expert in range(NUM_EXPERTS)]
+    room, computed = kept, 0
+    for size in sizes:
+        fits = size <= room
+        room -= size if fits else 0
+        computed += not fits
+    assert again == computed
+    assert {0: NUM_EXPERTS - 1, 2**28: 0}.get(kept, again) == again

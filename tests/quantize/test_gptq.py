@@ -1,4 +1,4 @@
-"""solve_gptq: dampening in steps, what is recorded, and what it refuses. The sweep itself is tested beside the backend.
+"""solve_gptq: dampening in steps, what is recorded, and what it refuses. The sweeps themselves are tested apart.
 
 Shape suffixes: E = matrices, O = out_features, I = in_features, G = groups.
 """
@@ -12,9 +12,15 @@ from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.qparams import find_scales, from_codes, to_codes
 from kvq.quantize.types import SolverBatch
 from tests import reference
-from tests.quantize.problems import batch, differs_only_after_ties, moments, recipe
+from tests.quantize.problems import NUMERICS, batch, differs_only_after_ties, moments, recipe
 
 COLUMNS = 64
+
+
+@pytest.fixture(autouse=True, params=["ldl", "llmcompressor"])
+def sweep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds for both."""
+    monkeypatch.setitem(NUMERICS, "sweep", request.param)
 
 
 def indefinite(smallest: float) -> Tensor:

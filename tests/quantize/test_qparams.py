@@ -65,6 +65,17 @@ def test_mse_equals_the_plain_search(group_size: int, weighted: bool) -> None:
     assert float((scale_EOG.double() == plain_EOG).double().mean()) > 0.95
 
 
+@pytest.mark.parametrize("values", [1, 300, 1000])
+def test_searching_part_by_part_changes_nothing(monkeypatch: pytest.MonkeyPatch, values: int) -> None:
+    given = batch(2, 7, 128)
+    importance_EI = moments(given).diagonal(dim1=1, dim2=2)
+    for importance in (None, importance_EI):
+        whole_EOG = find_scales(given.weight_EOI, importance, recipe())
+        with monkeypatch.context() as patch:
+            patch.setattr(qparams, "SEARCH_VALUES", values)
+            assert torch.equal(find_scales(given.weight_EOI, importance, recipe()), whole_EOG)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_mse_is_never_worse_than_minmax(group_size: int, weighted: bool) -> None:
@@ -146,3 +157,12 @@ def test_codes_and_back_equal_the_reference(group_size: int) -> None:
     for w_OI, scale_OG, codes_OI, back_OI in zip(w_EOI, scale_EOG, codes_EOI, back_EOI, strict=True):
         assert torch.equal(codes_OI.double(), reference.rtn(w_OI, scale_OG))
         assert torch.equal(back_OI.double(), reference.dequantize(codes_OI, scale_OG))
+
+
+def test_bf16_values_are_rounded_once() -> None:
+    """Made in BF16 they are what the exact products, made in float32, round to."""
+    codes_EOI = torch.arange(-8, 8, dtype=torch.int8).repeat_interleave(32).expand(2, 500, -1)
+    scale_EOG = torch.rand(2, 500, 16, generator=torch.Generator().manual_seed(0)).exp().bfloat16()
+    found_EOI = from_codes(codes_EOI, scale_EOG, torch.bfloat16)
+    assert torch.equal(found_EOI, from_codes(codes_EOI, scale_EOG).bfloat16())
+    assert not torch.equal(found_EOI.float(), from_codes(codes_EOI, scale_EOG))

@@ -1,4 +1,4 @@
-"""The GPU's sweep, here on a CPU, against the plain float64 reference of GPTQ and against llm-compressor's.
+"""The sweep against the plain float64 reference of GPTQ and against llm-compressor's.
 
 Shape suffixes: E = matrices, I = in_features.
 """
@@ -18,23 +18,20 @@ from tests.quantize.problems import batch, differs_only_after_ties, hessian, mom
 def test_equals_the_reference_of_gptq(actorder: str | None, group_size: int, block_size: int) -> None:
     given, chosen = batch(2, 5, 192), recipe(group_size=group_size, block_size=block_size, actorder=actorder)
     scale_EOG = find_scales(given.weight_EOI, None, chosen)
-    quantized_EOI, failed_E = ldl_sweep(given.weight_EOI, moments(given), scale_EOG, chosen, 0.01)
-    codes_EOI = to_codes(quantized_EOI, scale_EOG)
-    assert not bool(failed_E.any())
+    swept = ldl_sweep(given.weight_EOI, moments(given), scale_EOG, chosen, 0.01)
+    assert not bool(swept.failed_E.any()) and bool(swept.finite_E.all())
     for matrix in range(2):
         steps = reference.gptq(
             given.weight_EOI[matrix], moments(given)[matrix], scale_EOG[matrix], 0.01, actorder == "static"
         )
-        assert differs_only_after_ties(steps, codes_EOI[matrix])
+        assert differs_only_after_ties(steps, swept.codes_EOI[matrix])
 
 
 def test_equals_llmcompressor() -> None:
     given, chosen = batch(3, 8, 96), recipe()
     scale_EOG = find_scales(given.weight_EOI, None, chosen)
-    ours, theirs = (
-        to_codes(sweep(given.weight_EOI, moments(given), scale_EOG, chosen, 0.01)[0], scale_EOG)
-        for sweep in (ldl_sweep, gptq_sweep)
-    )
+    ours = ldl_sweep(given.weight_EOI, moments(given), scale_EOG, chosen, 0.01).codes_EOI
+    theirs = to_codes(gptq_sweep(given.weight_EOI, moments(given), scale_EOG, chosen, 0.01)[0], scale_EOG)
     assert (ours == theirs).float().mean() > 0.99
 
 

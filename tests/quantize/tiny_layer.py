@@ -66,7 +66,7 @@ class TinyLayer:
         routing = sort_by_expert(self.expert_TK, self.weight_TK, NUM_EXPERTS)
         capture = Capture.of(self.x_TH, routing, Ranks()) if with_data else None
         solver = LayerSolver(
-            self, recipe, 7, NUM_EXPERTS, expert_chunks(range(NUM_EXPERTS), "cpu", 2 * INTER, HIDDEN),
+            self, recipe, 7, NUM_EXPERTS, expert_chunks(range(NUM_EXPERTS), NUM_EXPERTS, "cpu", 2 * INTER, HIDDEN),
             lambda expert, projection: f"e{expert}.{projection}",
             torch.device("cpu"), capture, lambda text: None,
         )  # fmt: skip

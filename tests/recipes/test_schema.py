@@ -9,14 +9,14 @@ from pydantic import ValidationError
 from kvq.errors import RecipeError
 from kvq.recipes.schema import Recipe, library_names, load_recipe, override
 
-INT4_SHA256 = "16cdb2d768d9c4a2342f1da32ed529975a045c142bc98e1e13c3e0ec233d67df"
+INT4_SHA256 = "4028974d24dd5530815d858906caf2df85162bec20f9fde5a46ea1c5dfa21d3d"
 
 OTHER_VALUES: dict[str, Any] = {
     "name": "other", "solver": "rtn", "group_size": 64, "scale_search": "minmax", "actorder": None, "block_size": 64,
     "dampening_frac": 0.5, "dampening_steps": 8, "refinement_passes": 16, "hessian_blend_tokens": 1,
     "propagate_error": False, "max_fallback_frac": 0.5, "mtp": "rtn", "rest": "bf16", "num_calibration_samples": 8,
     "max_seq_length": 64, "hessian": "layer", "drift_correction": False, "drift_dampening_tokens": 8,
-    "kv_scales": "calibrate",
+    "kv_scales": "calibrate", "sweep": "llmcompressor",
 }  # fmt: skip
 ONLY_VALUE = {"num_bits", "symmetric"}
 

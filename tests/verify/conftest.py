@@ -22,10 +22,7 @@ def damaged(shared: Shared, tmp_path: Path) -> Path:
 def verify() -> Verify:
     """All checks of a folder, with its source if given."""
 
-    def check(folder: Path, source: Path | None = None, **accepted: bool) -> VerifyReport:
-        return verify_checkpoint(folder, source, lambda done, total: None, **accepted)
-
-    return check
+    return verify_checkpoint
 
 
 def failed(report: VerifyReport) -> dict[str, list[str]]:

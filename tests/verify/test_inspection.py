@@ -39,16 +39,19 @@ def add_tensors(folder: Path, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "names", "loaded"),
+    ("family", "source", "names", "loaded"),
     [
-        ("kimi_k2", ["k_proj.k_scale", "v_proj.v_scale"], 2),
-        ("kimi_k2", ["k_scale", "v_scale"], 0),
-        ("glm4_moe", ["k_proj.k_scale", "k_scale", "attn.k_scale"], 0),
-        ("glm_moe_dsa", ["attn_mqa.k_scale"], 0),
+        ("kimi_k2", "fp8_block", ["k_proj.k_scale", "v_proj.v_scale"], 2),
+        ("kimi_k2", "fp8_block", ["k_scale", "v_scale"], 0),
+        ("kimi_k2", "bf16", ["k_proj.k_scale", "v_proj.v_scale"], 0),  # no quantization, no parameter to load into
+        ("glm4_moe", "fp8_channel", ["k_proj.k_scale", "k_scale", "attn.k_scale"], 0),
+        ("glm_moe_dsa", "fp8_block", ["attn_mqa.k_scale"], 1),
     ],
 )
-def test_static_kv_scales_and_who_reads_them(tmp_path: Path, family: str, names: list[str], loaded: int) -> None:
-    folder = make_checkpoint(tmp_path / "model", family, "bf16", single_file=True)
+def test_static_kv_scales_and_who_reads_them(
+    tmp_path: Path, family: str, source: str, names: list[str], loaded: int
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", family, source, single_file=True)
     add_tensors(folder, [f"model.layers.0.self_attn.{name}" for name in names])
     assert inspect_folder(folder)["kv_scales"] == {"count": len(names), "loaded_by_sglang": loaded}
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvq.calibration.kv_calibrate import gather_statistics
 from kvq.calibration.kv_stats import KvStatistics
+from kvq.calibration.whole_layer import whole_layer
 from kvq.publish.kv_scales import choose_scales, scale_sets
 from kvq.verify.kv_choice import ONE, KvComparison, compare_scales
 from tests.calibration.models import open_runner, random_tokens
@@ -52,8 +53,6 @@ def test_each_tensor_is_stored_under_its_own_scale(tmp_path: Path) -> None:
 
 def test_the_comparison_starts_from_the_unquantized_model(tmp_path: Path) -> None:
     """Perplexity without quantization is that of a run that has no hook at all."""
-    from kvq.calibration.kv_calibrate import whole_layer
-
     runner = open_runner(make_checkpoint(tmp_path / "source", "glm4_moe", "bf16"))
     tokens_DS = random_tokens(2, 12)
     found = compare_scales(runner, list(tokens_DS), {ONE: same(runner.facts.num_layers, 1.0)}, lambda _: None)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvq.calibration.e4m3 import through_e4m3
 from kvq.checkpoint.architecture import model_facts
 from kvq.checkpoint.index import load_json
 from kvq.errors import RecipeError
 from kvq.verify.kv_simulation import (
     KvSimulation,
-    fake_quantize_e4m3,
     hadamard,
     load_kv_scales,
     make_simulation,
@@ -46,7 +46,7 @@ def test_codes_equal_the_table(scale: float) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.cat([torch.randn(300, generator=draw) * 30 * scale, torch.tensor([0.0, 1e-9, -1e5, 448 * scale, 3e4])])
     expected = [nearest(float(value) / scale) * scale for value in x]
-    found = fake_quantize_e4m3(x.double().float(), scale)
+    found = through_e4m3(x.double().float(), scale)
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
 
 

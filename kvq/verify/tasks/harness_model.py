@@ -16,7 +16,6 @@ class HarnessModel(TemplateLM):
     def __init__(self, answerer: Answerer, chat: ChatFormat, max_tokens: int, watch: Watch) -> None:
         super().__init__()
         self.answerer, self.chat, self.max_tokens, self.watch = answerer, chat, max_tokens, watch
-        self.tokenizer = chat.tokenizer
         self.cut: dict[str, bool] = {}
 
     @property

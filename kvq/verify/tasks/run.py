@@ -15,7 +15,6 @@ from kvq.verify.tasks.local import MAX_TOKENS, run_local
 from kvq.verify.tasks.presets import PRESETS, Preset
 from kvq.verify.tasks.stats import Row, compare
 
-SCHEMA = "kvq.tasks/1"
 ANSWERS_SCHEMA = "kvq.task-answers/1"
 
 
@@ -65,11 +64,11 @@ def choose_tasks(
     for name in names:
         if name in PRESETS:
             preset = PRESETS[name]
-            _expect_harness()
             if preset.code and not allow_code:
                 raise RecipeError(
                     f"{name} runs the model's answers as programs on this machine; allow it: --allow-code."
                 )
+            _expect_harness()
             tasks.append(Task(name, preset, limit, max_tokens or preset.max_tokens, data.get(name)))
         elif Path(name).is_file():
             tasks.append(Task(Path(name).stem, load_questions(Path(name), limit), limit, max_tokens or MAX_TOKENS))

@@ -1,9 +1,10 @@
 """What a parser gives: calls, the text around them, and every departure from the format."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from kvq.checkpoint.untrusted import parse_json
 
 THINK_START, THINK_END = "<think>", "</think>"
 
@@ -34,26 +35,10 @@ class MalformedError(ValueError):
     """A call that departs from its format; parsers turn it into a problem."""
 
 
-def strict_json(text: str) -> Any:
-    """JSON without its common liberties: no NaN or Infinity, no key twice. Raises ValueError."""
-    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a key appears twice")
-    return values
-
-
 def json_object(text: str) -> dict[str, Any]:
     """Arguments of a call. Raises MalformedError."""
     try:
-        value = strict_json(text)
+        value = parse_json(text.encode())
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"its arguments are not JSON ({error})") from None
     if not isinstance(value, dict):

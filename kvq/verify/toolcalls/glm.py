@@ -13,7 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvq.verify.toolcalls.calls import MalformedError, ParsedAnswer, ToolCall, split_reasoning, strict_json
+from kvq.checkpoint.untrusted import parse_json
+from kvq.verify.toolcalls.calls import MalformedError, ParsedAnswer, ToolCall, split_reasoning
 from kvq.verify.toolcalls.tools import parameter_types
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -91,7 +92,7 @@ def _after_space(text: str, at: int) -> int:
 def typed_value(raw: str, types: frozenset[str]) -> Any:
     """The value that a parameter of these schema types (none: any) has when its text is `raw`."""
     try:
-        value = strict_json(raw)
+        value = parse_json(raw.encode())
     except (ValueError, RecursionError):
         return raw
     kind = JSON_TYPES[type(value)]

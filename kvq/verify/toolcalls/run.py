@@ -17,7 +17,6 @@ from kvq.verify.toolcalls.calls import ParsedAnswer, ToolCall
 from kvq.verify.toolcalls.formats import parser_of
 from kvq.verify.toolcalls.score import compare_outcomes, same_calls
 
-SCHEMA = "kvq.toolcalls/1"
 ANSWERS_SCHEMA = "kvq.toolcall-answers/1"
 CHAT_MARGIN = 64  # a server's own rendering may be some tokens longer than the one here
 TEXT, SERVER, STREAM = "text", "server", "server, streamed"

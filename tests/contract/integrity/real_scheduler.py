@@ -144,7 +144,7 @@ def start(client: Any, pool: tuple[str, int, int], rows: int, flags: list[str], 
     # SGLang switches it off on a CPU, and its arguments cannot be set any more.
     object.__setattr__(args, "disable_overlap_schedule", "--disable-overlap-schedule" in flags)
     if place.meeting is None:
-        engine._publish(args, 0, 1, 1)
+        engine.publish(args, 0, 1, 1)
     else:
         _meet(args, place)
     rig.plain_kernels()

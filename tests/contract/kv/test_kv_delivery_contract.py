@@ -8,7 +8,7 @@ pytest.importorskip("tests.contract.engine", reason="make contract")
 import torch
 
 from kvq.checkpoint.architecture import Attention
-from kvq.publish.kv_delivery import KV_CACHE_SCHEME, Delivery, deliveries
+from kvq.verify.kv_delivery import KV_CACHE_SCHEME, Delivery, deliveries
 from tests.contract.kv import rig
 
 NAMES = (

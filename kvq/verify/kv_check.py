@@ -1,34 +1,16 @@
-"""Which KV scales of a checkpoint an engine would load: the loaders' name mapping, emulated from the delivery table."""
+"""A checkpoint's KV scales, as values and as what the engines would make of them."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from kvq.checkpoint.architecture import ModelFacts, model_facts
+from kvq.checkpoint.architecture import model_facts
 from kvq.checkpoint.formats import find_quantization_config
-from kvq.checkpoint.index import MANIFEST_NAME, load_json
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.errors import CheckpointError
-from kvq.publish.kv_delivery import SCALE_NAMES, Delivery, Target, conditions_of, deliveries, known_target
+from kvq.verify.kv_delivery import Delivery, Target, deliveries
+from kvq.verify.kv_loading import emulate_loading, kv_scale_names
 from kvq.verify.report import Check
-
-ENDINGS = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-
-
-def kv_scale_names(reader: CheckpointReader) -> list[str]:
-    """Tensors that are meant as KV scales, under any name in use."""
-    return sorted(name for name in reader.index.tensors if ".self_attn." in name and name.endswith(ENDINGS))
-
-
-def target_of(folder: Path) -> Target:
-    """The engine that the manifest was written for; SGLang without one."""
-    path = folder / MANIFEST_NAME
-    try:
-        target = load_json(path).get("target") if path.exists() else None
-    except CheckpointError:
-        target = None  # verification says so itself
-    return known_target(target)
 
 
 def check_kv_scales(folder: Path, target: Target) -> Check:
@@ -41,7 +23,7 @@ def check_kv_scales(folder: Path, target: Target) -> Check:
     except CheckpointError:
         check.note = "the folder cannot be opened"
         return check
-    names = kv_scale_names(reader)
+    names = kv_scale_names(reader.index.tensors)
     described = find_quantization_config(reader.config)
     if not names and not (described or {}).get("kv_cache_scheme"):
         check.note = "none in the checkpoint: an FP8 cache is kept at 1.0"
@@ -74,31 +56,12 @@ def _value(check: Check, reader: CheckpointReader, name: str) -> float:
     return max(values) if good else math.nan
 
 
-def emulate_loading(
-    row: Delivery, facts: ModelFacts, names: list[str], quantization: Mapping[str, Any] | None
-) -> dict[str, list[str]]:
-    """Names that are `matched` and `ignored`, and parameters of decoder layers that stay `missing` (then 1.0)."""
-    conditions = conditions_of(quantization)
-    matched, ignored, filled = [], [], set()
-    for name in names:
-        place = facts.place_of(name)
-        parameter = None if place is None else row.lands_in(place[1], conditions)
-        if place is None or parameter is None:
-            ignored.append(name)
-        else:
-            matched.append(name)
-            filled.add(f"{facts.layer_prefix(place[0])}{parameter}")
-    expected = []
-    if conditions.intersection(row.parameters_when):
-        home = {"sglang": "self_attn.attn_mqa.", "vllm": "self_attn.attn.", "transformers": "self_attn."}[row.target]
-        expected = [facts.layer_prefix(i) + home + name for i in range(facts.num_layers) for name in SCALE_NAMES]
-    return {"matched": matched, "ignored": ignored, "missing": [name for name in expected if name not in filled]}
-
-
 def _expect_right(check: Check, row: Delivery, found: Mapping[str, list[str]], values: Mapping[str, float]) -> None:
     for name in found["matched"]:
         harmless = row.verdict == "used" or values[name] == 1.0
         check.expect(harmless, f"{name} would be loaded by {row.engine} and do harm: {row.reason}")
+    for name in found["refused"]:
+        check.expect(False, f"{row.engine} does not start with {name}, which it has no place for; remove it")
     if row.verdict == "used":
         check.num_checked += 1
         if found["missing"]:

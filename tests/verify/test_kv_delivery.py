@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from kvq.checkpoint.architecture import Attention
-from kvq.publish.kv_delivery import KV_CACHE_SCHEME, TABLE, Target, checkpoint_names, conditions_of, deliveries
-from kvq.publish.kv_loading import check_kv_scales, target_of
+from kvq.verify.checks import verify_checkpoint
+from kvq.verify.kv_check import check_kv_scales
+from kvq.verify.kv_delivery import KV_CACHE_SCHEME, TABLE, Target, checkpoint_names, conditions_of, deliveries
 from kvq.verify.report import Check
 from tests.checkpoints import edit_config, make_checkpoint, rewrite_index
 
@@ -85,6 +86,28 @@ def test_a_scale_that_would_corrupt_is_a_problem(tmp_path: Path) -> None:
     assert not found.passed and "would be loaded by sglang 0.5.17 and do harm" in found.problems[0]
 
 
+def test_verification_looks_at_them_too(tmp_path: Path) -> None:
+    """`kvq verify`, and `kvq upload` before it sends anything, judge them by the engine."""
+    below = {"self_attn.k_proj.k_scale": 0.5, "self_attn.v_proj.v_scale": 0.5}
+    folder = with_scales(tmp_path / "m", "deepseek_v3", "fp8_block", below)
+    expected: dict[Target | None, bool] = {None: False, "sglang": False, "vllm": True}
+    for target, passed in expected.items():
+        report = verify_checkpoint(folder, None, target=target, without_manifest=True)
+        assert next(check for check in report.checks if check.name == "KV scales").passed == passed
+
+
+@pytest.mark.parametrize(("family", "source", "below"), [
+    ("glm4_moe", "fp8_channel", "self_attn.attn_mqa.k_scale"),
+    ("deepseek_v3", "fp8_block", "self_attn.k_proj.output_scale"),
+])  # fmt: skip
+def test_a_name_with_which_vllm_does_not_start_is_a_problem(
+    tmp_path: Path, family: str, source: str, below: str
+) -> None:
+    found = check(tmp_path, family, source, {below: 0.5}, "vllm", False)
+    said = f"vllm 0.32.0 does not start with model.layers.0.{below}, which it has no place for; remove it"
+    assert found.problems[0] == said
+
+
 def test_a_scale_of_one_does_no_harm(tmp_path: Path) -> None:
     found = check(tmp_path, "deepseek_v3", "fp8_block", {"self_attn.k_proj.k_scale": 1.0}, "sglang", False)
     assert found.passed and "1 loaded" in found.note
@@ -106,4 +129,3 @@ def test_a_checkpoint_without_scales(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "m", "glm4_moe", "bf16")
     found = check_kv_scales(folder, "sglang")
     assert found.passed and found.num_checked == 0 and "kept at 1.0" in found.note
-    assert target_of(folder) == "sglang"

@@ -27,8 +27,9 @@ class Delivery:
     """One cell of the table.
 
     `names` are what a `used` cell gets, below a layer. `loads` are patterns of names below a layer that the loader
-    knows, with the parameter that each ends in; a name that no pattern matches is dropped. The parameters exist under
-    any of `parameters_when`: a quantization config of that method, or one with a `kv_cache_scheme`.
+    knows, with the parameter that each ends in; a name that no pattern matches is dropped, or ends the start where one
+    of `stops_at` matches. The parameters exist under any of `parameters_when`: a quantization config of that method, or
+    one with a `kv_cache_scheme`.
     """
 
     target: Target
@@ -42,6 +43,7 @@ class Delivery:
     loads: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     parameters_when: tuple[Condition, ...] = ()
+    stops_at: tuple[str, ...] = ()
 
     @property
     def engine(self) -> str:
@@ -63,6 +65,10 @@ class Delivery:
             if re.fullmatch(pattern, below):
                 return re.sub(pattern, parameter, below)
         return None
+
+    def refuses(self, below: str, conditions: frozenset[str]) -> bool:
+        """Whether the engine does not start with a tensor of this name."""
+        return self.lands_in(below, conditions) is None and any(re.fullmatch(name, below) for name in self.stops_at)
 
 
 _SGLANG_GQA = Delivery(
@@ -104,6 +110,7 @@ _VLLM_MLA = Delivery(
     "quantization/base_config.py: get_cache_scale_mapper; model_loader/weight_utils.py: maybe_remap_kv_scale_name",
     divides_on_write="yes, by _k_scale, which stays 1.0",
     multiplies_on_read="yes, by _k_scale; cutlass_mla refuses any but 1.0",
+    stops_at=(r".*\.output_scale",),  # models/deepseek_v2.py: params_dict[name]
 )  # fmt: skip
 _TRANSFORMERS_GQA = Delivery(
     "transformers", "5.17", "gqa", "used",
@@ -136,9 +143,12 @@ TABLE: tuple[Delivery, ...] = (
             r"self_attn\.(?:attn\.)?([kv])_scale": r"self_attn.attn.\1_scale",
             r"self_attn\.[kv]_proj\.([kv])_scale": r"self_attn.attn.\1_scale",
             r"self_attn\.qk(?:qk)?v_proj\.([kv])_scale": r"self_attn.attn.\1_scale",
+            r"self_attn\.([kv])_cache\.scale": r"self_attn.attn.\1_scale",
+            r"self_attn\.kv_scale": r"self_attn.attn.k_scale",
         },
         names={name: f"self_attn.{name}" for name in SCALE_NAMES},
         parameters_when=("compressed-tensors", "kv_cache_scheme", "fp8"),
+        stops_at=(".*",),  # models/utils.py: AutoWeightsLoader, "There is no module or parameter named"
     ),
     _VLLM_MLA,
     replace(
@@ -161,8 +171,8 @@ TABLE: tuple[Delivery, ...] = (
 
 def known_target(name: object) -> Target:
     """A target by its name; SGLang for any other."""
-    known: Mapping[object, Target] = {"vllm": "vllm", "transformers": "transformers"}
-    return known.get(name, "sglang")
+    known: Mapping[str, Target] = {"vllm": "vllm", "transformers": "transformers"}
+    return known.get(str(name), "sglang")  # from a manifest, where it may be anything
 
 
 def deliveries(target: Target, attention: Attention) -> list[Delivery]:
