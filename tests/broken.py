@@ -282,6 +282,11 @@ CONFIGS: dict[str, Broken] = {
     "MTP denied": Broken(set_config(num_nextn_predict_layers=0), ("layer 2", "num_nextn_predict_layers", CONFIG)),
     "MTP promised": Broken(no_mtp, (MTP, AGAIN)),
     "unknown activation": Broken(set_config(hidden_act="softfoo"), (CONFIG, "softfoo")),
+    "rope_parameters is text": Broken(set_config(rope_parameters="x"), (CONFIG, "'rope_parameters'", AGAIN)),
+    "layer_types is a number": Broken(set_config(layer_types=7), (CONFIG, "'layer_types'", AGAIN)),
+    "unknown rotary embedding": Broken(
+        set_config(rope_parameters={"rope_type": "foo"}), (CONFIG, "rope_parameters", "foo", AGAIN)
+    ),
     "MXFP4": Broken(set_quantization(quant_method="mxfp4"), (CONFIG, "'mxfp4'", "Start from the FP8 or BF16")),
     "NVFP4": Broken(set_quantization(quant_method="modelopt"), (CONFIG, "'modelopt'", "Start from the FP8 or BF16")),
     "no block size": Broken(set_quantization(weight_block_size=None), (CONFIG, "block size")),
