@@ -88,7 +88,7 @@ def quantize_checkpoint(
 
     An error or a stop leaves `<out>.partial` and no `<out>`; `restart` discards what an earlier run left.
     """
-    tokens = _load_calibration(prepared)  # before anything is written
+    tokens = load_calibration(prepared)  # before anything is written
     journal = _open_journal(prepared, _fingerprint(prepared, tokens), restart)
     run = Run(prepared, CheckpointWriter(prepared.out, journal), progress, tokens=tokens, stop=stop)
     with run.writer:
@@ -126,8 +126,8 @@ def _check_same(fingerprints: Sequence[Mapping[str, object]], ranks: Ranks) -> N
             )
 
 
-def _load_calibration(prepared: Prepared) -> TokenSet | None:
-    """The data, where it is needed."""
+def load_calibration(prepared: Prepared) -> TokenSet | None:
+    """The data, where it is needed. Raises CalibrationError for rows that do not fit the model; reads no weights."""
     plan = prepared.plan
     if plan.pass_through or not plan.recipe.needs_calibration:
         return None

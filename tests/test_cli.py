@@ -80,6 +80,22 @@ def test_dry_run_reads_no_weights_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ('{"text": "the tree"', "data.jsonl:1: not valid JSON"),
+        ('{"input_ids": [1, 999999]}', "data.jsonl:1: token id 999999"),
+        ('{"input_ids": [1, 2]}', "gives 2 tokens, too few"),
+    ],
+)
+def test_dry_run_checks_given_data(shared: Shared, kvq_main: Kvq, tmp_path: Path, row: str, says: str) -> None:
+    (tmp_path / "data.jsonl").write_text(row)
+    given = ["--calibration", tmp_path / "data.jsonl"]
+    said = kvq_main("quantize", shared.source("glm-5"), *SET, *given, "--out", tmp_path / "out", "--dry-run")
+    assert said.code == 4 and said.out == "" and says in said.err, said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("model", "recipe", "name"),
     [
         ("kimi-k2", ["--w", "int4-g32"], "kimi-k2-int4-g32"),

@@ -41,7 +41,9 @@ def quantize(
     revision: Annotated[
         str | None, typer.Option(help="Hub revision; by default the newest, recorded as a commit.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, read no weights, write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan, check given data, read no weights, write nothing.")
+    ] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard what an unfinished run left; begin anew.")
     ] = False,
@@ -74,9 +76,11 @@ def quantize(
         folder = out or Path(f"{model if known else source.name}-{chosen.name}")
 
         from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan
-        from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
+        from kvq.pipeline import load_calibration, peak_memory, prepare, quantize_checkpoint
 
         prepared = prepare(source, chosen, folder, device=device, target=target, calibration=data, ranks=ranks)
+        if dry_run and data is not None:
+            load_calibration(prepared)
         if not as_json and ranks.first:
             show_plan(prepared.plan, folder, OUT if dry_run else ERR)
         if dry_run:
