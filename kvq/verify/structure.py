@@ -10,6 +10,7 @@ from kvq.checkpoint.hashing import sha256_file
 from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, MAX_MANIFEST_BYTES, load_json
 from kvq.checkpoint.patterns import matching, pattern_problem
 from kvq.checkpoint.reader import CheckpointReader
+from kvq.checkpoint.side_files import json_side_files
 from kvq.checkpoint.untrusted import inside
 from kvq.errors import CheckpointError
 from kvq.verify.report import Check
@@ -80,6 +81,17 @@ def check_files(folder: Path, manifest: Mapping[str, Any] | None) -> Check:
         if path.is_file() and name not in listed and name != MANIFEST_NAME:
             check.expect(not name.endswith(".safetensors"), f"{name} is not listed in the manifest")
     return check
+
+
+def _expect_json(check: Check, folder: Path) -> None:
+    """Hashes say nothing of a file that was damaged in the source already, or where there is no manifest."""
+    for path in json_side_files(folder):
+        try:
+            load_json(path)
+        except CheckpointError as error:
+            check.expect(False, str(error))
+        else:
+            check.num_checked += 1
 
 
 def check_index(reader: CheckpointReader) -> Check:
@@ -262,6 +274,7 @@ def check_structure(folder: Path, manifest: Mapping[str, Any] | None) -> list[Ch
         opened = Check("open")
         opened.expect(False, str(error))
         return [files, opened]
+    _expect_json(files, folder)  # not before the reader has looked for links that lead out of the folder
     checks = [
         files,
         check_index(reader),

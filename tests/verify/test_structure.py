@@ -65,6 +65,16 @@ def test_a_changed_side_file_is_found_by_the_hash(damaged: Path, verify: Verify)
     assert problem.startswith("chat_template.jinja has changed")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize(("text", "says"), [("", "not valid JSON"), ("[1]", "expected a JSON object, found list")])
+def test_a_side_file_that_no_engine_can_read(damaged: Path, verify: Verify, name: str, text: str, says: str) -> None:
+    """As the source had it: the hash is right."""
+    (damaged / name).write_text(text)
+    rehash(damaged)
+    (problem,) = failed(verify(damaged))["files"]
+    assert problem.startswith(f"{damaged / name}: {says}")
+
+
 def test_a_missing_side_file(damaged: Path, verify: Verify) -> None:
     (damaged / "tokenizer.json").unlink()
     assert failed(verify(damaged)) == {"files": ["tokenizer.json is missing"]}
