@@ -407,7 +407,11 @@ TEXTS: dict[str, Broken] = {
 TABLE: dict[str, Broken] = {
     f"{kind}: {name}": broken
     for kind, rows in (
-        ("shard", SHARDS), ("index", INDEXES), ("config", CONFIGS), ("tensor", TENSORS), ("side file", SIDE_FILES),
+        ("shard", SHARDS),
+        ("index", INDEXES),
+        ("config", CONFIGS),
+        ("tensor", TENSORS),
+        ("side file", SIDE_FILES),
         ("text", TEXTS),
     )
     for name, broken in rows.items()
