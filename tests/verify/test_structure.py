@@ -299,3 +299,13 @@ def test_a_config_without_a_quantization_config(damaged: Path, verify: Verify) -
     edit_config(damaged, lambda config: config.pop("quantization_config"))
     rehash(damaged)
     assert failed(verify(damaged))
+
+
+def test_a_config_of_other_groups_than_the_scales_have(shared: Shared, tmp_path: Path, verify: Verify) -> None:
+    """No engine would load it, and no source or manifest is needed to see it."""
+    folder = shared.copy(shared.output("glm-4.7"), tmp_path / "out")
+    (folder / MANIFEST_NAME).unlink()
+    text = (folder / "config.json").read_text()
+    assert '"group_size": 32' in text
+    (folder / "config.json").write_text(text.replace('"group_size": 32', '"group_size": 64'))
+    assert "has groups of 32, config.json says 64" in str(failed(verify(folder, without_manifest=True)))
