@@ -16,6 +16,7 @@ from kvq.calibration.forward import check_complete, pick_device
 from kvq.calibration.rows import Place
 from kvq.checkpoint.journal import Journal, can_continue, discard
 from kvq.checkpoint.reader import CheckpointReader
+from kvq.checkpoint.side_files import check_json_side_files
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.unchanged import SourceWatch, source_digest
 from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
@@ -69,6 +70,7 @@ def _check_writable_later(prepared: Prepared) -> None:
                 file.read(1)
         except OSError as error:
             raise CheckpointError(f"{prepared.source.folder / path}: cannot be read ({error.strerror}).") from None
+    check_json_side_files(prepared.source.folder)
     try:
         dump_json(prepared.reader.config).encode()
     except ValueError as error:

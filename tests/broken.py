@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq.checkpoint.side_files import JSON_OBJECTS
 from tests.checkpoints import (
     INDEX,
     TINY,
@@ -282,6 +283,11 @@ CONFIGS: dict[str, Broken] = {
     "MTP denied": Broken(set_config(num_nextn_predict_layers=0), ("layer 2", "num_nextn_predict_layers", CONFIG)),
     "MTP promised": Broken(no_mtp, (MTP, AGAIN)),
     "unknown activation": Broken(set_config(hidden_act="softfoo"), (CONFIG, "softfoo")),
+    "rope_parameters is text": Broken(set_config(rope_parameters="x"), (CONFIG, "'rope_parameters'", AGAIN)),
+    "layer_types is a number": Broken(set_config(layer_types=7), (CONFIG, "'layer_types'", AGAIN)),
+    "unknown rotary embedding": Broken(
+        set_config(rope_parameters={"rope_type": "foo"}), (CONFIG, "rope_parameters", "foo", AGAIN)
+    ),
     "MXFP4": Broken(set_quantization(quant_method="mxfp4"), (CONFIG, "'mxfp4'", "Start from the FP8 or BF16")),
     "NVFP4": Broken(set_quantization(quant_method="modelopt"), (CONFIG, "'modelopt'", "Start from the FP8 or BF16")),
     "no block size": Broken(set_quantization(weight_block_size=None), (CONFIG, "block size")),
@@ -381,17 +387,29 @@ TENSORS: dict[str, Broken] = {
         lambda folder: (folder / "docs").symlink_to(folder.parent), ("docs", "leads out", "Put the file")
     ),
 }  # fmt: skip
+SIDE_FILES: dict[str, Broken] = {
+    "tokenizer is no JSON": Broken(write(TOKENIZER, "{"), (TOKENIZER, "not valid JSON", AGAIN)),
+    "tokenizer is a pointer": Broken(write(TOKENIZER, LFS_POINTER), (TOKENIZER, "not valid JSON", AGAIN)),
+    "tokenizer is a pipe": Broken(lambda folder: make_pipe(folder / TOKENIZER), (TOKENIZER, "Put the file itself")),
+    **{
+        f"{name} {title}": Broken(write(name, text), (name, says, AGAIN))
+        for name in JSON_OBJECTS
+        for title, text, says in (("is empty", "", "not valid JSON"), ("is a list", "[1]", "expected a JSON object"))
+    },
+}  # fmt: skip
 # Found when calibration data of text are read.
 TEXTS: dict[str, Broken] = {
-    "tokenizer is no JSON": Broken(write(TOKENIZER, "{"), ("tokenizer", "cannot be loaded", TOKENIZER), code=4),
-    "tokenizer is a pointer": Broken(write(TOKENIZER, LFS_POINTER), ("cannot be loaded", TOKENIZER), code=4),
+    "tokenizer is of nothing": Broken(write(TOKENIZER, "{}"), ("tokenizer", "cannot be loaded", TOKENIZER), code=4),
     "no tokenizer": Broken(lambda folder: (folder / TOKENIZER).unlink(), ("tokenizer", "input_ids"), code=4),
     "token with a huge id": Broken(token_id(2**31), (TOKENIZER, "cannot be loaded", AGAIN), code=4),
     "token outside the model": Broken(token_id(4000), ("token id", "vocabulary size"), code=4),
 }  # fmt: skip
 TABLE: dict[str, Broken] = {
     f"{kind}: {name}": broken
-    for kind, rows in (("shard", SHARDS), ("index", INDEXES), ("config", CONFIGS), ("tensor", TENSORS), ("text", TEXTS))
+    for kind, rows in (
+        ("shard", SHARDS), ("index", INDEXES), ("config", CONFIGS), ("tensor", TENSORS), ("side file", SIDE_FILES),
+        ("text", TEXTS),
+    )
     for name, broken in rows.items()
 }
 

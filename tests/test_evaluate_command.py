@@ -58,6 +58,30 @@ def test_writes_reports_and_plots(output: Path, flags: tuple[object, ...], kvq_m
     assert kvq_main("verify", output).code == 0
 
 
+def test_another_source_than_the_recorded_one_is_said(
+    output: Path, shared: Shared, flags: tuple[object, ...], kvq_main: Kvq, tmp_path: Path
+) -> None:
+    """A copy of the output itself would make it look perfect, on the card too."""
+    twin = shared.copy(output, tmp_path / "twin")
+    said = kvq_main("evaluate", output, "--source", twin, *flags[2:], "--no-damage")
+    note = "compared with a model in INT4"
+    assert said.code == 0 and note in said.out
+    card = kvq_main("card", output, "--base-model", "owner/name", "--print").out
+    assert f"> {note}" in card
+
+
+def test_nothing_is_said_of_the_recorded_one(output: Path, flags: tuple[object, ...], kvq_main: Kvq) -> None:
+    kvq_main("evaluate", output, *flags, "--no-damage")
+    assert read(output, "distance.json")["notes"] == []
+
+
+def test_off_a_terminal_it_says_what_it_is_at(
+    output: Path, flags: tuple[object, ...], kvq_main: Kvq, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvq.console.screen.LINE_SECONDS", 0.0)
+    assert "layer 2/3" in kvq_main("evaluate", output, *flags).err
+
+
 def test_json_is_the_reports(output: Path, flags: tuple[object, ...], kvq_main: Kvq, tmp_path: Path) -> None:
     said = kvq_main("evaluate", output, *flags, "--json", "--report", tmp_path / "there", "--no-damage")
     found = json.loads(said.out)

@@ -46,6 +46,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 def check_complete(reader: CheckpointReader, facts: ModelFacts) -> None:
     """Raise CheckpointError if a tensor that the run needs is absent or of another shape: now, not hours into it."""
     config = transformers_door.build_config(facts, reader.folder)
+    transformers_door.build_rotary(facts.arch, config, torch.device("cpu"))
     for layer in range(facts.num_layers + facts.num_mtp_layers):
         state = transformers_door.build_layer(facts.arch, config, layer).state_dict()
         shapes = {name: tuple(value.shape) for name, value in state.items() if not name.startswith("mlp.experts.")}

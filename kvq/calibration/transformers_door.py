@@ -34,11 +34,15 @@ def load_tokenizer(folder: Path) -> Any:
     except (CalibrationError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001  tokenizers raises plain Exception, transformers whatever a file provokes
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CalibrationError(
-            f"{folder}: the tokenizer cannot be loaded ({reason}); the checkpoint's own code is never run. "
+            f"{folder}: the tokenizer cannot be loaded ({_reason(error)}); the checkpoint's own code is never run. "
             "Give calibration rows with `input_ids`, or mend tokenizer.json."
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """What somebody else's exception says, in a line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -66,9 +70,9 @@ def build_config(facts: ModelFacts, place: Path) -> Any:
     values = copy.deepcopy({key: value for key, value in facts.text_config.items() if key not in drop})
     try:
         config = AutoConfig.for_model(facts.arch.transformers_type, **values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001  transformers raises what a value provokes, and huggingface_hub's own
         raise CheckpointError(
-            f"{place / 'config.json'}: transformers refuses it ({' '.join(str(error).split())})."
+            f"{place / 'config.json'}: transformers refuses it ({_reason(error)}). Download config.json again."
         ) from None
     for key, filler in PER_LAYER_LISTS.items():
         entries = getattr(config, key, None)
@@ -110,9 +114,15 @@ def build_norm(arch: Architecture, config: Any, weight_H: Tensor) -> nn.Module:
 
 
 def build_rotary(arch: Architecture, config: Any, device: torch.device) -> nn.Module:
-    """The model's rotary embedding; its buffers are computed, not stored."""
+    """The model's rotary embedding; its buffers are computed, not stored. Raises CheckpointError."""
     logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
-    rotary: nn.Module = getattr(_modeling(arch), f"{arch.class_prefix}RotaryEmbedding")(config)
+    try:
+        rotary: nn.Module = getattr(_modeling(arch), f"{arch.class_prefix}RotaryEmbedding")(config)
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{Path(config.name_or_path) / 'config.json'}: transformers makes no rotary embedding from rope_parameters "
+            f"or rope_scaling ({type(error).__name__}: {_reason(error)}). Download config.json again."
+        ) from None
     return rotary.to(device).eval()
 
 

@@ -31,7 +31,7 @@ def calibrate_kv(
     from kvq.calibration.dataset import check_rows
     from kvq.calibration.forward import pick_device
     from kvq.checkpoint.source import resolve_source
-    from kvq.console import ERR, show_kv_report
+    from kvq.console import show_kv_report, stages
 
     chosen_device = pick_device(device)
     data = user_data(calibration) if calibration is not None else None
@@ -45,8 +45,8 @@ def calibrate_kv(
     from kvq.publish.kv_run import KvRequest, calibrate_kv_scales
 
     request = KvRequest(source, folder, target, data, other_data, num_samples, max_seq_length, max_rows)
-    with ERR.status("reading", spinner="line") as status:
-        result = calibrate_kv_scales(request, chosen_device, status.update)
+    with stages() as stage:
+        result = calibrate_kv_scales(request, chosen_device, stage)
     if as_json:
         print_json({"out": str(folder), "files": result.files, **result.report})
     else:

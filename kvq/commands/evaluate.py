@@ -48,7 +48,7 @@ def evaluate(
     """Measure the distance between the probabilities of two checkpoints, layer by layer, and where it comes from."""
     from kvq.calibration.forward import pick_device
     from kvq.checkpoint.source import resolve_source
-    from kvq.console import ERR, show_evaluation, show_gates
+    from kvq.console import ERR, show_evaluation, show_gates, stages
     from kvq.recipes.schema import make_gates
     from kvq.verify.documents import Cut
     from kvq.verify.evaluation import Request, evaluate_checkpoint
@@ -66,8 +66,8 @@ def evaluate(
         folder, origin.folder, origin.name, data, Cut(max_rows, max_seq_length, long_context),
         None if kv_dtype is None else kv_dtype.value, kv_scales, base_logits, save_base_logits, damage,
     )  # fmt: skip
-    with ERR.status("reading", spinner="line") as status:
-        found = evaluate_checkpoint(request, chosen_device, status.update)
+    with stages() as stage:
+        found = evaluate_checkpoint(request, chosen_device, stage)
     gates = judge(request, found, flags)
     written = write_reports(request, found, gates, report)
     if as_json:

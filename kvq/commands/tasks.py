@@ -36,7 +36,7 @@ def tasks(
     as_json: Json = False,
 ) -> None:
     """Ask two models the same questions: scores with intervals, flips, recovery. Writes kvq-reports/tasks-*.json."""
-    from kvq.console import ERR, show_tasks
+    from kvq.console import show_tasks, stages
     from kvq.verify.models import check_same_prompts, one_source
     from kvq.verify.report_files import TASKS, report_folder, write_json, write_report
     from kvq.verify.tasks import run
@@ -49,10 +49,10 @@ def tasks(
     theirs = run.read_answers(source_answers) if source_answers else None
     if source is not None:
         check_same_prompts(folder, source)
-    with ERR.status("reading", spinner="line") as status:
+    with stages() as stage:
         if source is not None or source_server is not None:
-            theirs = _ask(chosen, source or folder, source_server, device, concurrency, status.update)
-        ours = _ask(chosen, folder, server, device, concurrency, status.update)
+            theirs = _ask(chosen, source or folder, source_server, device, concurrency, stage)
+        ours = _ask(chosen, folder, server, device, concurrency, stage)
     if save_answers is not None:
         write_json(save_answers, run.answers_document(folder.absolute().name, ours))
         typer.echo(str(save_answers))

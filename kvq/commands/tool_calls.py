@@ -26,7 +26,7 @@ def tool_calls(
 
     In this process the model's own text is parsed; a server is asked by its chat API, without and with streaming.
     """
-    from kvq.console import ERR, show_tool_calls
+    from kvq.console import show_tool_calls, stages
     from kvq.verify.models import check_same_prompts, one_source
     from kvq.verify.questions import load_questions
     from kvq.verify.report_files import TOOL_CALLS, report_folder, write_json, write_report
@@ -37,11 +37,11 @@ def tool_calls(
     if source is not None:
         check_same_prompts(folder, source)
     theirs = run.read_outcomes(source_answers, file, max_tokens) if source_answers else None
-    with ERR.status("reading", spinner="line") as status:
+    with stages() as stage:
         if source is not None or source_server is not None:
             place = source or folder
-            theirs = run.ask_model(file, place, source_server, device, concurrency, max_tokens, status.update)
-        ours = run.ask_model(file, folder, server, device, concurrency, max_tokens, status.update)
+            theirs = run.ask_model(file, place, source_server, device, concurrency, max_tokens, stage)
+        ours = run.ask_model(file, folder, server, device, concurrency, max_tokens, stage)
     if save_answers is not None:
         write_json(save_answers, run.outcomes_document(folder.absolute().name, file, max_tokens, ours))
         typer.echo(str(save_answers))

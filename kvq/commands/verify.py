@@ -25,13 +25,13 @@ def verify(
 ) -> None:
     """Check a written checkpoint from its files alone, and against its source if given."""
     from kvq.checkpoint.source import resolve_source
-    from kvq.console import ERR, show_verification
+    from kvq.console import show_verification, stages
     from kvq.verify.checks import verify_checkpoint
 
     origin = resolve_source(unaliased(source)).folder if source else None
-    with ERR.status("reading", spinner="line") as status:
+    with stages() as stage:
         report = verify_checkpoint(
-            folder, origin, lambda done, total: status.update(f"comparing tensor {done}/{total} with the source"),
+            folder, origin, lambda done, total: stage(f"comparing tensor {done}/{total} with the source"),
             target=target, without_manifest=without_manifest,
         )  # fmt: skip
     if as_json:

@@ -13,7 +13,7 @@ from kvq.console.run import (
     show_result,
     show_verification,
 )
-from kvq.console.screen import ERR, OUT, clock, short_size, size
+from kvq.console.screen import ERR, OUT, clock, short_size, size, stages
 from kvq.console.serving import show_serving
 from kvq.console.tasks import show_tasks, show_tool_calls
 
@@ -21,4 +21,5 @@ __all__ = [
     "ERR", "OUT", "RunProgress", "class_rows", "clock", "plan_dict", "short_size", "show_comparison", "show_coverage",
     "show_evaluation", "show_gates", "show_inspection", "show_kv_report", "show_models", "show_plan",
     "show_plan_report", "show_result", "show_serving", "show_tasks", "show_tool_calls", "show_verification", "size",
+    "stages",
 ]  # fmt: skip

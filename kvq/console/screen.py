@@ -1,10 +1,33 @@
 """Where words go, and how sizes and times are written. Words on stderr, results on stdout."""
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
 
 # No markup: names of files and tensors come from outside and may hold square brackets.
 OUT = Console(highlight=False, soft_wrap=True, markup=False)
 ERR = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+LINE_SECONDS = 10.0
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """Where long work says what it is at: a spinner on a terminal, elsewhere a line every ten seconds for the log."""
+    if ERR.is_terminal:
+        with ERR.status("reading", spinner="line") as status:
+            yield status.update
+        return
+    said = time.monotonic()
+
+    def line(text: str) -> None:
+        nonlocal said
+        if time.monotonic() - said >= LINE_SECONDS:
+            said = time.monotonic()
+            ERR.print(text)
+
+    yield line
 
 
 def size(num_bytes: float) -> str:

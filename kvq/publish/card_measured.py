@@ -23,6 +23,7 @@ def distance_section(folder: Path) -> dict[str, Any] | None:
         "positions": figures.count("num_positions"),
         "documents": figures.count("num_documents"),
         "data": data,
+        "notes": [note.text() for note in report.rows("notes")],
         "rows": [
             ("mean KL divergence", _estimate(figures, "mean_kld", 5, " nats")),
             ("median KL divergence", _estimate(figures.at("percentile_kld"), "50", 5, " nats")),

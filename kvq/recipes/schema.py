@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from kvq.errors import RecipeError
 
 MAX_RECIPE_BYTES = 64 * 1024
+MAX_TOKENS = 1e9  # as a weight in float32; more would change nothing, or overflow
 LIBRARY = resources.files("kvq.recipes") / "library"
 
 
@@ -24,13 +25,13 @@ class Gates(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    max_mean_kl: float | None = Field(default=None, ge=0)
+    max_mean_kl: float | None = Field(default=None, ge=0, le=1e6)
     """Mean KL divergence to the source in nats, at most."""
     min_same_top: float | None = Field(default=None, ge=0, le=1)
     """Share of positions with the same most likely token, at least."""
-    max_ppl_ratio: float | None = Field(default=None, gt=0)
+    max_ppl_ratio: float | None = Field(default=None, gt=0, le=1e6)
     """PPL(Q) / PPL(base), at most."""
-    min_recovery: dict[str, float] = Field(default_factory=dict)
+    min_recovery: dict[str, Annotated[float, Field(ge=0, le=1000)]] = Field(default_factory=dict)
     """Task -> percent of the source's score, at least."""
 
 
@@ -61,7 +62,7 @@ class Recipe(BaseModel):
     Both give the same codes but for ties in rounding; kvq's takes a third of the time."""
     block_size: Literal[32, 64, 128, 256] = 128
     """Columns per block of the GPTQ sweep. A matter of speed, not of the result (up to float rounding)."""
-    dampening_frac: float = Field(default=0.03, gt=0, le=1)
+    dampening_frac: float = Field(default=0.03, ge=1e-9, le=1)
     """Added to the Hessian's diagonal, as a fraction of its mean."""
     dampening_steps: int = Field(default=3, ge=0, le=8)
     """How often the dampening is multiplied by ten when a Hessian is not positive definite, before round-to-nearest."""
@@ -70,11 +71,11 @@ class Recipe(BaseModel):
     hessian: Literal["blend", "routed", "layer"] = "blend"
     """Second moments of an expert's inputs: of its own tokens with some of the layer's, of its own tokens alone, or
     one for the layer (for gate and up; down as with blend)."""
-    hessian_blend_tokens: float = Field(default=256, ge=0)
+    hessian_blend_tokens: float = Field(default=256, ge=0, le=MAX_TOKENS)
     """Weight of the layer-wide Hessian in an expert's own: b / (b + tokens of the expert)."""
     drift_correction: bool = True
     """down is solved for the outputs that it gave on what the source's gate and up make of the same tokens."""
-    drift_dampening_tokens: float = Field(default=500, ge=0)
+    drift_dampening_tokens: float = Field(default=500, ge=0, le=MAX_TOKENS)
     """How little the correction believes an expert with few tokens: d / tokens is added to dampening_frac in it."""
     propagate_error: bool = True
     """Later layers are calibrated on what the quantized earlier layers give out."""
@@ -87,9 +88,9 @@ class Recipe(BaseModel):
     kv_scales: Literal["calibrate", "none"] = "none"
     """calibrate gathers FP8 KV-cache scales in the same pass. They go beside the checkpoint; into it only where every
     listed version of the target uses them rightly."""
-    num_calibration_samples: int = Field(default=512, ge=1)
+    num_calibration_samples: int = Field(default=512, ge=1, le=10_000_000)
     """Sequences at most; the data may hold fewer."""
-    max_seq_length: int = Field(default=2048, ge=8)
+    max_seq_length: int = Field(default=2048, ge=8, le=10_000_000)
     """Tokens per sequence. Samples are packed without padding."""
     gates: Gates | None = None
     """Limits for `kvq evaluate`. They judge a result and do not change it, so they are no part of the hash."""

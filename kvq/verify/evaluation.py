@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvq.calibration.forward import ModelRunner
-from kvq.checkpoint.index import MANIFEST_NAME, load_json
+from kvq.checkpoint.index import MANIFEST_NAME, MAX_MANIFEST_BYTES, load_json
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.errors import RecipeError, VerificationError
 from kvq.verify.base_logits import fingerprint, open_base, save_base
@@ -73,7 +73,7 @@ def evaluate_checkpoint(request: Request, device: torch.device, stage: Stage) ->
     distance = {
         **_described(request, base, other),
         "data": [file.as_dict() for file in data.files],
-        "notes": data.notes,
+        "notes": [*_other_source(request.folder, base), *data.notes],
         "figures": figures.as_dict(),
         "domains": _domains(data, documents),
         "positions": by_position(documents),
@@ -162,10 +162,29 @@ def _long_context(data: EvaluationSet, positions: Positions) -> dict[str, Any]:
     return {"num_sequences": count, "length": length, "figures": figures, "positions": by_position(positions)}
 
 
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST_NAME
+    return load_json(path, MAX_MANIFEST_BYTES) if path.exists() else {}
+
+
+def _other_source(folder: Path, base: ModelRunner) -> list[str]:
+    """A sentence where the checkpoint was made from something else than what it is compared with: the distance may be
+    meant to another form of the model, but no reader should take it for the one that the manifest names."""
+    recorded = _manifest(folder).get("source")
+    if not isinstance(recorded, dict):
+        return []
+    named, found = (recorded.get("format"), recorded.get("bytes")), (base.source.title, base.reader.index.total_bytes)
+    if named == found:
+        return []
+    return [
+        f"compared with a model in {found[0]} of {found[1]} bytes; the manifest says that this one was made from "
+        f"{named[0]} of {named[1]} bytes"
+    ]
+
+
 def _recipe(folder: Path) -> dict[str, str | None]:
     """Name and hash of the recipe that made a checkpoint, if kvq did."""
-    path = folder / MANIFEST_NAME
-    manifest = load_json(path) if path.exists() else {}
+    manifest = _manifest(folder)
     recipe = manifest.get("recipe")
     name = recipe.get("name") if isinstance(recipe, dict) else None
     return {"recipe": name, "recipe_sha256": manifest.get("recipe_sha256")}

@@ -54,4 +54,4 @@ class VerifyReport:
         more = f" (and {len(problems) - SHOWN_PROBLEMS} more)" if len(problems) > SHOWN_PROBLEMS else ""
         names = ", ".join(check.name for check in failed)
         shown = "; ".join(problems[:SHOWN_PROBLEMS])
-        return f"{self.folder}: {names} failed: {shown}{more}. Do not serve it; quantize again."
+        return f"{self.folder}: {names} failed: {shown.rstrip('.')}{more}. Do not serve it; quantize again."

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from kvq.checkpoint.architecture import MTP_NORMS, PROJECTIONS, ModelFacts, model_facts
-from kvq.checkpoint.formats import CODES_PER_WORD, find_quantization_config
+from kvq.checkpoint.formats import CODES_PER_WORD, detect_format, find_quantization_config
 from kvq.checkpoint.hashing import sha256_file
-from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, load_json
+from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, MAX_MANIFEST_BYTES, load_json
 from kvq.checkpoint.patterns import matching, pattern_problem
 from kvq.checkpoint.reader import CheckpointReader
+from kvq.checkpoint.side_files import json_side_files
 from kvq.checkpoint.untrusted import inside
 from kvq.errors import CheckpointError
 from kvq.verify.report import Check
@@ -18,7 +19,6 @@ MTP_TENSORS = (
     *(f"{norm}.weight" for norm in MTP_NORMS), "eh_proj.weight", "input_layernorm.weight", "self_attn.o_proj.weight",
     "mlp.gate.weight", "mlp.gate.e_score_correction_bias",
 )  # fmt: skip
-MAX_MANIFEST_BYTES = 2**30  # that of 180,000 tensors has 80 MB
 TENSOR_TYPES = {"dtype": str, "shape": list, "shard": str, "sources": list}
 
 
@@ -83,6 +83,17 @@ def check_files(folder: Path, manifest: Mapping[str, Any] | None) -> Check:
     return check
 
 
+def _expect_json(check: Check, folder: Path) -> None:
+    """Hashes say nothing of a file that was damaged in the source already, or where there is no manifest."""
+    for path in json_side_files(folder):
+        try:
+            load_json(path)
+        except CheckpointError as error:
+            check.expect(False, str(error))
+        else:
+            check.num_checked += 1
+
+
 def check_index(reader: CheckpointReader) -> Check:
     """Index and shard headers agree, and total_size is the sum of the tensors."""
     check = Check("index")
@@ -118,15 +129,15 @@ def check_plan(reader: CheckpointReader, manifest: Mapping[str, Any] | None) -> 
 
 
 def check_values(reader: CheckpointReader) -> Check:
-    """Scales are finite and positive; no tensor holds NaN or Inf; packed parts fit each other."""
-    check = Check("values")
+    """Scales are finite and positive; no tensor holds NaN or Inf; packed parts fit each other and the config."""
+    check, group_size = Check("values"), _promised_group_size(reader)
     for name in reader.index.tensors:
         try:
             value = reader.tensor(name)
             if name.endswith((".weight_scale", ".weight_scale_inv")):
                 check.expect(bool((value.float() > 0).all()), f"{name} holds a scale that is not positive")
             elif name.endswith(".weight_packed"):
-                _expect_parts(check, reader, name.removesuffix(".weight_packed"))
+                _expect_parts(check, reader, name.removesuffix(".weight_packed"), group_size)
             else:
                 check.num_checked += 1
         except CheckpointError as error:
@@ -134,7 +145,15 @@ def check_values(reader: CheckpointReader) -> Check:
     return check
 
 
-def _expect_parts(check: Check, reader: CheckpointReader, module: str) -> None:
+def _promised_group_size(reader: CheckpointReader) -> int | None:
+    """Of the INT4 weights, by config.json."""
+    try:
+        return detect_format(reader.config, reader.index).group_size
+    except CheckpointError:  # `config` says what is wrong with it
+        return None
+
+
+def _expect_parts(check: Check, reader: CheckpointReader, module: str, group_size: int | None) -> None:
     index = reader.index
     parts = [index.tensors.get(f"{module}.{part}") for part in ("weight_packed", "weight_scale", "weight_shape")]
     if any(part is None for part in parts):
@@ -149,6 +168,9 @@ def _expect_parts(check: Check, reader: CheckpointReader, module: str) -> None:
     check.expect(
         fits, f"{module}: packed {list(packed.shape)}, scale {list(scale.shape)}, weight_shape {stored} disagree"
     )
+    if fits and group_size is not None:
+        found = packed.shape[1] * CODES_PER_WORD // scale.shape[1]
+        check.expect(found == group_size, f"{module} has groups of {found}, config.json says {group_size}")
 
 
 def check_experts(reader: CheckpointReader, facts: ModelFacts) -> Check:
@@ -252,6 +274,7 @@ def check_structure(folder: Path, manifest: Mapping[str, Any] | None) -> list[Ch
         opened = Check("open")
         opened.expect(False, str(error))
         return [files, opened]
+    _expect_json(files, folder)  # not before the reader has looked for links that lead out of the folder
     checks = [
         files,
         check_index(reader),

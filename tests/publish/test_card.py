@@ -64,6 +64,7 @@ def distance(folder: Path, **changed: Any) -> Json:
         "kvq_version": "9",
         "checkpoint_sha256": checkpoint_identity(folder),
         "data": [{"name": "held|out.jsonl", "sha256": "ab" * 32, "num_documents": 21}],
+        "notes": ["compared with *another* model"],
         "figures": figures(mean_kld=mean, max_kld={"value": 2.5, "error": None, "document_error": None}),
         "domains": {"code": figures(), "documents": figures()},
         **changed,
@@ -161,6 +162,7 @@ def test_what_was_measured(folder: Path) -> None:
     cells = [row for table in tables(card) for row in table]
     assert ["mean KL divergence", "0.01235 \u00b1 0.00040 nats"] in cells
     assert ["maximum", "2.50000 nats"] in cells
+    assert "> compared with \\*another\\* model" in card
     assert ["same most likely token", "50.00 \u00b1 0.20 %"] in cells
     assert ["code", "4321", "0.50000 \u00b1 0.00200", "50.00 \u00b1 0.20 %"] in cells
     (sums,) = [row for row in cells if row[0] == "sums"]

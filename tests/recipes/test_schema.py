@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kvq.errors import RecipeError
-from kvq.recipes.schema import Recipe, library_names, load_recipe, override
+from kvq.recipes.schema import Gates, Recipe, library_names, load_recipe, override
 
 INT4_SHA256 = "4028974d24dd5530815d858906caf2df85162bec20f9fde5a46ea1c5dfa21d3d"
 
@@ -81,7 +81,15 @@ def test_recipe_from_a_file(tmp_path: Path) -> None:
         ("symmetric: false", "symmetric: Input should be True"),
         ("solver: best", "solver: Input should be 'gptq', 'awq' or 'rtn'"),
         ("actorder: group", "actorder: Input should be 'static'"),
-        ("dampening_frac: 0", "dampening_frac: Input should be greater than 0"),
+        ("dampening_frac: 0", "dampening_frac: Input should be greater than or equal to 0.000000001"),
+        ("dampening_frac: 1.0e-300", "dampening_frac: Input should be greater than or equal to 0.000000001"),
+        ("hessian_blend_tokens: 1.0e+308", "hessian_blend_tokens: Input should be less than or equal to 1000000000"),
+        ("drift_dampening_tokens: 1.0e+308", "drift_dampening_tokens: Input should be less than or equal to 10000000"),
+        ("num_calibration_samples: 99999999999999999999", "Input should be less than or equal to 10000000"),
+        ("max_seq_length: 10000001", "max_seq_length: Input should be less than or equal to 10000000"),
+        ("gates: {max_mean_kl: 1.0e+308}", "max_mean_kl: Input should be less than or equal to 1000000"),
+        ("gates: {max_ppl_ratio: 1.0e+308}", "max_ppl_ratio: Input should be less than or equal to 1000000"),
+        ("gates: {min_recovery: {gsm8k: 1.0e+308}}", "min_recovery.gsm8k: Input should be less than or equal to 1000"),
         ("dampening_frac: .nan", "dampening_frac: Input should be a finite number"),
         ("hessian_blend_tokens: .inf", "hessian_blend_tokens: Input should be a finite number"),
         ("dampening_steps: 1.5", "dampening_steps: Input should be a valid integer"),
@@ -126,6 +134,15 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
 def test_recipe_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         load_recipe("int4").group_size = 64
+
+
+@pytest.mark.parametrize("schema", [Recipe, Gates])
+def test_every_number_has_bounds(schema: type[BaseModel]) -> None:
+    """A value that no run can use is refused before the run, not by an overflow in it."""
+    for name, field in schema.model_json_schema()["properties"].items():
+        for part in [field, *field.get("anyOf", ()), field.get("additionalProperties", {})]:
+            if isinstance(part, dict) and part.get("type") in ("number", "integer") and "const" not in part:
+                assert "enum" in part or ({"minimum", "exclusiveMinimum"} & part.keys() and "maximum" in part), name
 
 
 def test_every_field_is_documented() -> None:

@@ -65,6 +65,16 @@ def test_a_changed_side_file_is_found_by_the_hash(damaged: Path, verify: Verify)
     assert problem.startswith("chat_template.jinja has changed")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize(("text", "says"), [("", "not valid JSON"), ("[1]", "expected a JSON object, found list")])
+def test_a_side_file_that_no_engine_can_read(damaged: Path, verify: Verify, name: str, text: str, says: str) -> None:
+    """As the source had it: the hash is right."""
+    (damaged / name).write_text(text)
+    rehash(damaged)
+    (problem,) = failed(verify(damaged))["files"]
+    assert problem.startswith(f"{damaged / name}: {says}")
+
+
 def test_a_missing_side_file(damaged: Path, verify: Verify) -> None:
     (damaged / "tokenizer.json").unlink()
     assert failed(verify(damaged)) == {"files": ["tokenizer.json is missing"]}
@@ -289,3 +299,13 @@ def test_a_config_without_a_quantization_config(damaged: Path, verify: Verify) -
     edit_config(damaged, lambda config: config.pop("quantization_config"))
     rehash(damaged)
     assert failed(verify(damaged))
+
+
+def test_a_config_of_other_groups_than_the_scales_have(shared: Shared, tmp_path: Path, verify: Verify) -> None:
+    """No engine would load it, and no source or manifest is needed to see it."""
+    folder = shared.copy(shared.output("glm-4.7"), tmp_path / "out")
+    (folder / MANIFEST_NAME).unlink()
+    text = (folder / "config.json").read_text()
+    assert '"group_size": 32' in text
+    (folder / "config.json").write_text(text.replace('"group_size": 32', '"group_size": 64'))
+    assert "has groups of 32, config.json says 64" in str(failed(verify(folder, without_manifest=True)))
