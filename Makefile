@@ -35,7 +35,7 @@ unit: $(VENV)/installed
 # The GPU's loops in Triton's interpreter. Not in the environment itself: there it would change what other packages do.
 # Its interpreter needs a numpy before 2.4, which lies beside it and comes first on the path.
 TRITON = $(VENV)/triton
-$(TRITON)/installed: $(VENV)/installed Makefile
+$(TRITON)/installed: $(VENV)/installed
 	rm -rf $(TRITON)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.6.0 numpy==2.3.5
 	touch $@

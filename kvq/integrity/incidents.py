@@ -115,7 +115,7 @@ class Incidents:
         slots_N = self.cached_slots()
         free_N = self._free_pages()
         named_N = free_N if slots_N is None else torch.cat([free_N, self._pages(slots_N)])
-        orphans_N = self.tags.orphans([], named_N)
+        orphans_N = self.tags.orphans(named_N)
         if orphans_N.numel():
             self.counters.quarantined_pages += orphans_N.numel()
             self.allocator.free(self._slots(orphans_N))

@@ -235,14 +235,10 @@ class PageTags:
         self.named_P[page] = 1
         self.cached_P[page] = STAND_IN
 
-    def orphans(self, rows: Sequence[int], named_N: Tensor) -> Tensor:
-        """Pages tagged as held that none of these live rows holds, and that are not in `named_N` (cached or free)."""
+    def orphans(self, named_N: Tensor) -> Tensor:
+        """Pages tagged as held that are not in `named_N`: with nothing running, those that are cached or free."""
         known_P = torch.zeros_like(self.tag_P, dtype=torch.bool)
         known_P[named_N.long()] = True
-        for row in rows:
-            end = int(self.covered_R[row])
-            page_J = self._page_range(row, 0, end)
-            known_P[page_J[self.tag_P[page_J] == self.record_RJ[row, :end]]] = True
         return ((self.tag_P > 0) & ~known_P).nonzero().flatten()
 
     def sound_free_list(self, pages_N: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ class Machine:
             self.evict(node)
         if self.faulty:
             self._clean_free_list()
-            orphans = self.tags.orphans([], self._ints(*self.free_list))
+            orphans = self.tags.orphans(self._ints(*self.free_list))
             if orphans.numel():
                 self._free(orphans.tolist())
         assert sorted(self.free_list) == list(range(1, self.num_pages + 1))

@@ -61,3 +61,16 @@ def test_long_rows_and_prefill_writes_as_in_the_plain_form(device: str, page_siz
         torch.testing.assert_close(kernel, plain, rtol=0, atol=0)
     assert [bool(row[0]) for row in results[1][0].tolist()[:-1]] == [True, True, True, True, False]
     assert results[1][0][-1].tolist() == [0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_holder_of_a_page_given_twice_keeps_it(device: str) -> None:
+    from kvq.integrity.kernels import TritonPageTags
+
+    slots_RS = torch.full((3, 4), 3, dtype=torch.int32, device=device)
+    tags = TritonPageTags(slots_RS, 8, 1)
+    none_B, one_B = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64, device=device)
+    for row in (none_B, one_B):
+        tags.grow(row, none_B, one_B, 1)
+    verdict = tags.check(torch.arange(2, device=device), 1, writes=None).tolist()
+    assert verdict[:2] == [[0, 0, 0, 0], [1, 3, 2, 1]]

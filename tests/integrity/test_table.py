@@ -241,8 +241,9 @@ def test_a_settled_row_frees_what_it_was_given_and_no_foreign_page() -> None:
     assert tags.settle_row(0, 0, 3, lambda count: ints(*range(10, 10 + count))) == 2
     assert tags.slots_RS[0, :3].tolist() == [3, 10, 11]
     assert verdict(tags, 0, 1) == {}
-    assert tags.orphans([0, 1], ints()).tolist() == [5]
-    assert tags.orphans([0, 1], ints(5)).tolist() == []
+    named = [3, 6, 10, 11]
+    assert tags.orphans(ints(*named)).tolist() == [5]
+    assert tags.orphans(ints(*named, 5)).tolist() == []
 
 
 def test_a_row_that_cannot_be_settled_is_left_alone() -> None:
