@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.broken import SOURCES, TABLE, copy_source, make_source
+from tests.broken import TABLE
 from tests.conftest import Kvq
+from tests.damage import SOURCES, copy_source, make_source
 from tests.runs import SETTINGS, write_calibration
 
 SET = [f"--set={setting}" for setting in SETTINGS]
