@@ -1,7 +1,7 @@
 """Quantize checkpoints with several recipes and measure what it cost: size, time, memory, distance to the source.
 
     python benchmarks/compare_recipes.py --data EVAL.jsonl --model SOURCE CALIBRATION [--model ...] \
-        [--device cuda] [--budget 256x512 ...] [--recipe "NAME [KEY=VALUE ...]" ...] [--out results.md]
+        [--device cuda] [--budget 256x512 ...] [--recipe "NAME [KEY=VALUE ...]" ...]
 
 Every run is the `kvq` command in a process of its own; peak RSS is that process's.
 """

@@ -12,7 +12,6 @@ from kvq.errors import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON_BYTES = 100_000_000  # the index of 118,629 tensors has 12 MB
 MANIFEST_NAME = "kvq-manifest.json"  # what kvq leaves beside the weights it writes
-MAX_MANIFEST_BYTES = 2**30  # that of 180,000 tensors has 80 MB
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,12 +222,11 @@ class Guard:
             if self._swept.arrived is not None:
                 self._swept.arrived.synchronize()
             cached, listed = self._swept.verdict_BF[0, :2].tolist()
-            if not (cached or listed):
-                pass
-            elif self._ranks is None:
-                self.incidents.sweep_found(cached, listed, repair=self.aborts)
-            else:  # ranks sweep when their own clocks say so: the next verdict tells all of them
+            if self._ranks is not None and (cached or listed):
+                # Ranks sweep when their own clocks say so: the next verdict tells all of them.
                 self._to_agree = self._swept.verdict_BF[0, :2].to(self.tags.tag_P.device, copy=True)
+            elif cached or listed:
+                self.incidents.sweep_found(cached, listed, repair=self.aborts)
             self._swept = None
         self.counters.sweeps += 1
         found_BF = torch.zeros((1, VERDICT_FIELDS), dtype=torch.int32, device=self.tags.tag_P.device)

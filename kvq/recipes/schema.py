@@ -59,7 +59,7 @@ class Recipe(BaseModel):
     """static solves the columns with the largest activations first; nothing of it is stored."""
     sweep: Literal["ldl", "llmcompressor"] = "ldl"
     """Who goes over the columns: kvq, with one factorization of the Hessian, or llm-compressor's `quantize_weight`.
-    Both give the same codes but for ties in rounding; kvq's takes a third of the time."""
+    Both give the same codes but for ties in rounding; kvq's takes less than half the time."""
     block_size: Literal[32, 64, 128, 256] = 128
     """Columns per block of the GPTQ sweep. A matter of speed, not of the result (up to float rounding)."""
     dampening_frac: float = Field(default=0.03, ge=1e-9, le=1)

@@ -3,7 +3,7 @@
 Shape suffixes: N = sequences, S = tokens, H = hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvq.calibration.forward import ModelRunner
-from kvq.checkpoint.index import MANIFEST_NAME, MAX_MANIFEST_BYTES, load_json
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.errors import RecipeError, VerificationError
 from kvq.verify.base_logits import fingerprint, open_base, save_base
@@ -23,6 +22,7 @@ from kvq.verify.figures import Figures, by_position, summarize
 from kvq.verify.kv_simulation import KvSimulation, SimulatedDtype, make_simulation
 from kvq.verify.logits import Head, HiddenRows, Positions, compare_group
 from kvq.verify.streaming import Stage, StreamedModel, final_hidden, run_both
+from kvq.verify.structure import load_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ def evaluate_checkpoint(request: Request, device: torch.device, stage: Stage) ->
             for group, ours, theirs in zip(data.groups(), base_hidden, other_hidden, strict=True)
         ]
     documents, long = _split(data, parts)
-    figures = summarize(documents)
+    figures, manifest = summarize(documents), load_manifest(request.folder) or {}
     distance = {
-        **_described(request, base, other),
+        **_described(request, base, other, manifest),
         "data": [file.as_dict() for file in data.files],
-        "notes": [*_other_source(request.folder, base), *data.notes],
+        "notes": [*_other_source(manifest, base), *data.notes],
         "figures": figures.as_dict(),
         "domains": _domains(data, documents),
         "positions": by_position(documents),
@@ -162,15 +162,10 @@ def _long_context(data: EvaluationSet, positions: Positions) -> dict[str, Any]:
     return {"num_sequences": count, "length": length, "figures": figures, "positions": by_position(positions)}
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST_NAME
-    return load_json(path, MAX_MANIFEST_BYTES) if path.exists() else {}
-
-
-def _other_source(folder: Path, base: ModelRunner) -> list[str]:
+def _other_source(manifest: Mapping[str, Any], base: ModelRunner) -> list[str]:
     """A sentence where the checkpoint was made from something else than what it is compared with: the distance may be
     meant to another form of the model, but no reader should take it for the one that the manifest names."""
-    recorded = _manifest(folder).get("source")
+    recorded = manifest.get("source")
     if not isinstance(recorded, dict):
         return []
     named, found = (recorded.get("format"), recorded.get("bytes")), (base.source.title, base.reader.index.total_bytes)
@@ -182,21 +177,20 @@ def _other_source(folder: Path, base: ModelRunner) -> list[str]:
     ]
 
 
-def _recipe(folder: Path) -> dict[str, str | None]:
+def _recipe(manifest: Mapping[str, Any]) -> dict[str, str | None]:
     """Name and hash of the recipe that made a checkpoint, if kvq did."""
-    manifest = _manifest(folder)
     recipe = manifest.get("recipe")
     name = recipe.get("name") if isinstance(recipe, dict) else None
     return {"recipe": name, "recipe_sha256": manifest.get("recipe_sha256")}
 
 
-def _described(request: Request, base: ModelRunner, other: ModelRunner) -> dict[str, Any]:
+def _described(request: Request, base: ModelRunner, other: ModelRunner, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Both models and the settings, without the paths of this machine."""
     return {
         "source": {"id": request.source_id, "format": base.source.title, "model_type": base.facts.arch.model_type},
         "checkpoint": {
             "format": other.source.title, "is_source": request.folder.samefile(request.source),
-            **_recipe(request.folder),
+            **_recipe(manifest),
         },
         "settings": {
             "max_rows": request.cut.max_rows, "max_seq_length": request.cut.max_seq_length,

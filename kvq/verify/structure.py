@@ -7,7 +7,7 @@ from typing import Any
 from kvq.checkpoint.architecture import MTP_NORMS, PROJECTIONS, ModelFacts, model_facts
 from kvq.checkpoint.formats import CODES_PER_WORD, detect_format, find_quantization_config
 from kvq.checkpoint.hashing import sha256_file
-from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, MAX_MANIFEST_BYTES, load_json
+from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME, load_json
 from kvq.checkpoint.patterns import matching, pattern_problem
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.side_files import json_side_files
@@ -19,6 +19,7 @@ MTP_TENSORS = (
     *(f"{norm}.weight" for norm in MTP_NORMS), "eh_proj.weight", "input_layernorm.weight", "self_attn.o_proj.weight",
     "mlp.gate.weight", "mlp.gate.e_score_correction_bias",
 )  # fmt: skip
+MAX_MANIFEST_BYTES = 2**30  # that of 180,000 tensors has 80 MB
 TENSOR_TYPES = {"dtype": str, "shape": list, "shard": str, "sources": list}
 
 

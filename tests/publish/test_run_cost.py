@@ -35,7 +35,11 @@ def test_a_cpu_has_one_memory() -> None:
     plan, kinds = plan_of("glm-5.2"), list(kinds_of("glm-5.2"))
     cost = run_cost(plan, kinds, "cpu", 400, None)
     assert cost["device_bytes"] is None and cost["disk_bytes"] == 400
-    assert cost["host_bytes"] == peak_bytes(memory_terms(plan, kinds, "cpu"), ("host", "device"))
+    terms = memory_terms(plan, kinds, "cpu")
+    assert cost["host_bytes"] == peak_bytes(terms, ("host", "device"))
+    assert {term.what: term.nbytes for term in terms}["inputs of down that are kept"] == 2**28
+    shared = memory_terms(replace(plan, num_ranks=2), kinds, "cpu")
+    assert "inputs of down that are kept" not in {term.what for term in shared}
 
 
 def test_no_data_no_activations() -> None:
