@@ -1,11 +1,16 @@
 """One MoE layer at real size through the whole pipeline, on synthetic FP8 weights and tokens: time and peak memory.
 
     python benchmarks/real_size_layer.py SCRATCH [--shape glm-5.2|kimi-k2] [--experts N] [--sequences 512] [--layers 3]
+                                         [--profile]
+
+    torchrun --nproc-per-node 2 benchmarks/real_size_layer.py SCRATCH ...        # experts and tokens shared by two GPUs
 
 Makes a checkpoint of one dense and some equal MoE layers with the attention of that model (about 10 GB a layer for
-GLM-5.2), quantizes it with the default recipe and prints when each stage began. The first MoE layer also pays for
-imports, kernels that are compiled and page-locked memory; later ones show what a layer costs in a long run. A layer is
-written while the next one is computed. Random weights: only time and memory mean anything.
+GLM-5.2), or takes the one that an earlier run left in SCRATCH; quantizes it with the default recipe and prints when
+each stage began. The first MoE layer also pays for imports, kernels that are compiled and page-locked memory; later
+ones show what a layer costs in a long run. A layer is written while the next one is computed. Random weights: only time
+and memory mean anything. --profile records the last layer's kernels, which slows it down a little: busy and idle time
+of the GPU by stage, and the longest kernels.
 """
 
 import argparse
@@ -17,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_profile import GpuProfile
 from safetensors.torch import save_file
 
 from kvq.calibration.forward import pick_device
 from kvq.checkpoint.source import Source
 from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
+from kvq.ranks import join
 from kvq.recipes.schema import load_recipe, override
 
 COMMON = {
@@ -128,20 +135,36 @@ def copy_layer(folder: Path, shard: str, layer: int) -> dict[str, str]:
 
 
 class Clock:
-    """Prints when a stage begins; experts' chunks only every eighth."""
+    """Prints when a kind of stage begins, and how long each layer took."""
 
-    def __init__(self) -> None:
-        self.started, self.last = time.monotonic(), ""
+    def __init__(self, profiled: int | None, quiet: bool) -> None:
+        self.started = self.layer_began = time.monotonic()
+        self.last, self.profiled, self.quiet = "", None if quiet else profiled, quiet
+        self.profile: GpuProfile | None = None
+
+    def say(self, text: str) -> None:
+        if self.quiet:
+            return
+        sys.stdout.write(f"{time.monotonic() - self.started:8.1f} s  {text}\n")
+        sys.stdout.flush()
 
     def stage(self, layer: int | None, num_layers: int, text: str) -> None:
         kind = text.split()[0]
-        if kind != self.last:
-            sys.stdout.write(f"{time.monotonic() - self.started:8.1f} s  layer {layer}: {text}\n")
-            sys.stdout.flush()
+        if kind == self.last:
+            return
         self.last = kind
+        self.say(f"layer {layer}: {text}")
+        if layer is not None and layer == self.profiled:
+            self.profile = self.profile or GpuProfile()
+            self.profile.stage(kind)
 
     def layer_done(self, layer: int, num_layers: int) -> None:
-        sys.stdout.write(f"{time.monotonic() - self.started:8.1f} s  layer {layer} done\n")
+        now = time.monotonic()
+        self.say(f"layer {layer} done, {now - self.layer_began:.2f} s")
+        self.layer_began = now
+        if self.profile is not None:
+            sys.stdout.write("\n".join(self.profile.stop()) + "\n")
+            self.profile, self.layer_began = None, time.monotonic()
 
 
 def main() -> None:
@@ -152,28 +175,37 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--layers", type=int, default=3, help="MoE layers.")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--set", action="append", default=[])
     arguments = parser.parse_args()
     config: dict[str, Any] = {**COMMON, **SHAPES[arguments.shape]}
     config["num_hidden_layers"] = 1 + arguments.layers
     config["n_routed_experts"] = arguments.experts or config["n_routed_experts"]
-    device = pick_device(arguments.device)
-    source = arguments.scratch / "source"
+    ranks, device_name = join(arguments.device)
+    device = pick_device(device_name)
+    source, out = arguments.scratch / "source", arguments.scratch / "out"
     started = time.monotonic()
-    make_source(source, config, arguments.sequences, device)
-    sys.stdout.write(f"source made in {time.monotonic() - started:.1f} s\n")
+    if ranks.first:
+        shutil.rmtree(out, ignore_errors=True)
+        if not source.exists():
+            make_source(source, config, arguments.sequences, device)
+        sys.stdout.write(f"{ranks.size} ranks; source made in {time.monotonic() - started:.1f} s\n")
+    ranks.gather(None)
     settings = [f"num_calibration_samples={arguments.sequences}", "max_seq_length=2048", *arguments.set]
     recipe = override(load_recipe("int4"), settings)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    out = arguments.scratch / "out"
-    manifest = quantize_checkpoint(
-        prepare(Source(source, str(source)), recipe, out, device=str(device), calibration=source / "tokens.jsonl"),
-        clock := Clock(),
+    prepared = prepare(
+        Source(source, str(source)), recipe, out, device=str(device), calibration=source / "tokens.jsonl", ranks=ranks
     )
-    sys.stdout.write(f"{time.monotonic() - clock.started:8.1f} s  everything on disk\n")
+    clock = Clock(arguments.layers if arguments.profile else None, quiet=not ranks.first)
+    manifest = quantize_checkpoint(prepared, clock)
+    clock.say("everything on disk")
     peak = {key: f"{(value or 0) / 2**30:.1f} GiB" for key, value in peak_memory(device).items()}
-    sys.stdout.write(f"{peak}\n{json.dumps(manifest['summary'])[:600]}\n")
+    sys.stdout.write(f"{ranks}: {peak}\n")
+    if ranks.first:
+        sys.stdout.write(f"{json.dumps(manifest['summary'])[:600]}\n")
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from kvq.calibration.experts import gated_activation
 from kvq.calibration.stats import blend_hessian, gram
+from kvq.quantize.factor import FACTOR_BLOCK, cholesky_in_blocks
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.llmcompressor_backend import gptq_sweep
 from kvq.quantize.pack import pack_batch
 from kvq.quantize.qparams import find_scales, from_codes, to_codes
 from kvq.quantize.refine import refine
 from kvq.quantize.rounding import tensor_core_products
-from kvq.quantize.sweep import FACTOR_BLOCK, cholesky_in_blocks, dampened, ldl_sweep
+from kvq.quantize.sweep import dampened, ldl_sweep
 from kvq.quantize.types import SolverBatch
 from kvq.recipes.schema import load_recipe
 

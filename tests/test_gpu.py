@@ -1,12 +1,16 @@
 """The CUDA path against the CPU path. Needs a GPU: `make test-gpu`."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvq.calibration.activations import ActivationStore, page_locked
 from kvq.checkpoint.source import Source
+from kvq.errors import CheckpointError
 from kvq.pipeline import prepare, quantize_checkpoint
+from kvq.quantize.ahead import LoadingAhead
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.qparams import from_codes
 from kvq.quantize.types import SolverBatch
@@ -53,3 +57,45 @@ def test_whole_run_on_the_gpu(tmp_path: Path, family: str, source: str) -> None:
     quantize_checkpoint(prepared, Silent())
     report = verify_checkpoint(tmp_path / "out", folder, lambda done, total: None)
     assert report.passed, report.failure()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 16])
+def test_hidden_states_travel_in_order(batch_size: int) -> None:
+    """Many layers over one buffer, each reading what the one before wrote, with work that keeps the GPU behind."""
+    generator = torch.Generator().manual_seed(0)
+    start_NSH = torch.randn(10, 256, 512, generator=generator)
+    expected_NSH = start_NSH.clone()
+    store = ActivationStore(page_locked(start_NSH.clone()), batch_size)
+    device, busy = torch.device("cuda"), torch.randn(2048, 2048, device="cuda")
+    for layer in range(8):
+        for batch in store.batches():
+            hidden_BSH = store.read(batch, device)
+            for _ in range(layer % 3):
+                busy = (busy @ busy).clamp(-1, 1)
+            store.write(batch, hidden_BSH * 1.5 + layer)
+            if layer == 3:  # read again what was just written, as an evaluation does
+                torch.testing.assert_close(store.read(batch, device).cpu(), expected_NSH[batch] * 1.5 + layer)
+        expected_NSH = expected_NSH * 1.5 + layer
+        if layer == 5:
+            assert torch.equal(store.hidden_NSH, expected_NSH)  # and on with a ferry made anew
+    assert torch.equal(store.hidden_NSH, expected_NSH)
+
+
+def test_weights_are_loaded_beside_the_solver() -> None:
+    """Each taken tensor is whole, whatever the other stream does; an error of the loader is the taker's."""
+    busy = torch.randn(2048, 2048, device="cuda")
+
+    def load(number: int) -> torch.Tensor:
+        if number == 7:
+            raise CheckpointError("damaged")
+        return torch.full((512, 512), float(number)).cuda() + 0
+
+    with LoadingAhead(torch.device("cuda")) as ahead:
+        following = ahead.begin(partial(load, 0))
+        for number in range(7):
+            taken, following = following, ahead.begin(partial(load, number + 1))
+            value = taken()
+            busy = (busy @ busy).clamp(-1, 1)
+            assert bool((value == number).all())
+        with pytest.raises(CheckpointError, match="damaged"):
+            following()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq.calibration.ferry import Ferry
+
 
 def page_locked(value: Tensor) -> Tensor:
     """The same host tensor, registered with the CUDA driver, so that copies to a GPU need no detour.
@@ -27,22 +29,22 @@ def page_locked(value: Tensor) -> Tensor:
 class ActivationStore:
     """The input of the next layer for every sequence. Batches are moved to the device that computes.
 
-    On a machine with a GPU the buffer is page-locked and copies are queued; `hidden_NSH` waits for them.
+    On a machine with a GPU the buffer is page-locked and copies run beside the GPU's work (`ferry.py`); `hidden_NSH`
+    waits for them.
     """
 
     def __init__(self, hidden_NSH: Tensor, batch_size: int) -> None:
         self._hidden_NSH = hidden_NSH
-        self._queued = False
+        self._ferry: Ferry | None = None
         self.batch_size = batch_size
-
         self._topk_NSK: Tensor | None = None
 
     @property
     def hidden_NSH(self) -> Tensor:
-        """The buffer, as the host may read it."""
-        if self._queued:
+        """The buffer, as the host may read and change it."""
+        if self._ferry is not None:
             torch.cuda.synchronize()
-            self._queued = False
+            self._ferry = None
         return self._hidden_NSH
 
     @property
@@ -56,11 +58,21 @@ class ActivationStore:
             yield slice(start, min(start + self.batch_size, self.shape[0]))
 
     def read(self, batch: slice, device: torch.device) -> Tensor:
-        return self._hidden_NSH[batch].to(device, non_blocking=True)
+        """A batch on the device. On a GPU it is valid until the next one is read."""
+        if device.type == "cpu":
+            return self.hidden_NSH[batch]
+        return self._ferry_to(device).fetch(batch)
 
     def write(self, batch: slice, hidden_BSH: Tensor) -> None:
-        self._hidden_NSH[batch].copy_(hidden_BSH, non_blocking=True)
-        self._queued = hidden_BSH.is_cuda
+        if hidden_BSH.is_cuda:
+            self._ferry_to(hidden_BSH.device).store(batch, hidden_BSH)
+        else:
+            self.hidden_NSH[batch] = hidden_BSH
+
+    def _ferry_to(self, device: torch.device) -> Ferry:
+        if self._ferry is None:
+            self._ferry = Ferry(self._hidden_NSH, self.batch_size, device)
+        return self._ferry
 
     def write_topk(self, batch: slice, topk_BSK: Tensor) -> None:
         """Keep what a sparse-attention indexer selected, for layers that share it.

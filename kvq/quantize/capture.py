@@ -78,9 +78,7 @@ class Capture:
             if one is None:
                 continue
             rows = self.routing.rows(one)
-            token_T, weight_T1 = self.routing.token_R[rows], self.routing.weight_R[rows].float().unsqueeze(-1)
-            # A token goes to an expert once: a sum without collisions, where `index_add_` would use slow atomics.
-            output_TH[token_T] = (y_TH.float() * weight_T1).add_(output_TH[token_T])
+            add_weighted_rows(output_TH, self.routing.token_R[rows], y_TH, self.routing.weight_R[rows].float())
 
     def _shares(self) -> list[range]:
         """The experts of each rank."""
@@ -104,3 +102,14 @@ class Capture:
         """Rows that go to each rank when tokens are asked for, and rows that come."""
         sent = [0 if one is None else self.routing.count(one) for one in asked]
         return sent, [0 if expert is None else row[expert] for row in self.counts]
+
+
+def add_weighted_rows(output_TH: Tensor, token_N: Tensor, y_NH: Tensor, weight_N: Tensor) -> None:
+    """Add each row of y, times its weight, to the float32 row of its token. No token may come twice."""
+    if output_TH.is_cuda:
+        from kvq.quantize import triton_kernels
+
+        triton_kernels.add_weighted_rows(output_TH, token_N, y_NH, weight_N)
+        return
+    # Without collisions, so that this is a sum; `index_add_` would be slower.
+    output_TH[token_N] = (y_NH.float() * weight_N.unsqueeze(-1)).add_(output_TH[token_N])

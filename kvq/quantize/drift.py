@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvq.quantize.factor import FACTOR_BLOCK, cholesky_in_blocks, solve_in_blocks
 from kvq.quantize.rounding import tensor_core_products
-from kvq.quantize.sweep import FACTOR_BLOCK, cholesky_in_blocks
 from kvq.recipes.schema import Recipe
 
 
@@ -33,6 +33,6 @@ def corrected_weight(
     # Positive definite by its making, so that the factor needs no check. Solved for D^T alone, which is square, and
     # multiplied by W after it: W has more rows, and a product is cheaper than two triangular solutions.
     factor_EII, _ = cholesky_in_blocks(dampened_EII, FACTOR_BLOCK)
-    turn_EII = torch.cholesky_solve(drift_EII.mT, factor_EII)
+    turn_EII = solve_in_blocks(factor_EII, drift_EII.mT.contiguous(), FACTOR_BLOCK)
     with tensor_core_products():
         return torch.baddbmm(weight_EOI, weight_EOI, turn_EII.mT)

@@ -9,6 +9,7 @@ chunk, O, C = rows and columns of a projection.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from kvq.calibration.experts import gated_activation
 from kvq.calibration.stats import cross_gram, gram
+from kvq.quantize.ahead import LoadingAhead
 from kvq.quantize.awq import search_smoothing
 from kvq.quantize.capture import Capture
 from kvq.quantize.chunks import KEPT_BYTES
@@ -29,6 +31,8 @@ from kvq.quantize.types import ModuleResult, SolvedBatch, SolverBatch
 from kvq.recipes.schema import Recipe
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+# The product with H that an error needs would take a tenth of a GPU's time on a layer of real size, over all rows.
+REPORT_ROWS = 512
 
 
 class ExpertSource(Protocol):
@@ -73,51 +77,55 @@ class LayerSolver:
     _smoothing: dict[int, Tensor] = field(default_factory=dict)
 
     def solve(self) -> SolvedLayer:
-        chunks = self.chunks
-        with torch.no_grad():
-            layer_mean = None
-            if self.capture is not None:
-                layer_mean = self.capture.layer_mean()
-            for number, experts in enumerate(chunks):
+        with torch.no_grad(), LoadingAhead(self.device) as ahead:
+            layer_mean = None if self.capture is None else self.capture.layer_mean()
+            for experts, weights in self._loaded(ahead, GATE_UP, self.source.expert_gate_up, DOWN):
                 self.progress(f"gate/up {experts.stop}/{self.num_experts}")
-                if number + 1 < len(chunks):
-                    self.source.read_ahead(self.layer, chunks[number + 1], GATE_UP)
-                else:
-                    self.source.read_ahead(self.layer, chunks[0], DOWN)
-                self._solve_gate_up(experts, layer_mean)
+                self._solve_gate_up(experts, weights(), layer_mean)
             down_mean = self._pooled_down()
             if self.capture is not None:
                 self._solved.output_TH = torch.zeros_like(self.capture.x_TH, dtype=torch.float32)
-            for number, experts in enumerate(chunks):
+            for experts, weights in self._loaded(ahead, DOWN, self.source.expert_down, ()):
                 self.progress(f"down {experts.stop}/{self.num_experts}")
-                if number + 1 < len(chunks):
-                    self.source.read_ahead(self.layer, chunks[number + 1], DOWN)
-                self._solve_down(experts, down_mean)
+                self._solve_down(experts, weights(), down_mean)
         return self._solved
 
-    def _tokens(self, experts: range) -> Iterator[Tensor]:
-        assert self.capture is not None
-        return self.capture.tokens(experts)
+    def _loaded(
+        self, ahead: LoadingAhead, projections: Sequence[str], load: Callable[[int, range], Tensor],
+        afterwards: Sequence[str],
+    ) -> Iterator[tuple[range, Callable[[], Tensor]]]:  # fmt: skip
+        """Each chunk, and what gives its weights. Those of the next one are under way then; after the last chunk the
+        first of the projections that come afterwards are read from the disk."""
+        following = ahead.begin(partial(load, self.layer, self.chunks[0]))
+        for number, experts in enumerate(self.chunks):
+            weights = following
+            if number + 1 < len(self.chunks):
+                self.source.read_ahead(self.layer, self.chunks[number + 1], projections)
+                following = ahead.begin(partial(load, self.layer, self.chunks[number + 1]))
+            elif afterwards:
+                self.source.read_ahead(self.layer, self.chunks[0], afterwards)
+            yield experts, weights
 
     def _counts(self, experts: range) -> list[int]:
         assert self.capture is not None
         return [self.capture.count(expert) for expert in experts]
 
-    def _solve_gate_up(self, experts: range, layer_mean_HH: Tensor | None) -> None:
-        weight_EJH = self.source.expert_gate_up(self.layer, experts)
+    def _solve_gate_up(self, experts: range, weight_EJH: Tensor, layer_mean_HH: Tensor | None) -> None:
         half = weight_EJH.shape[1] // 2
+        # Once for all that is done with them: they are gathered, and from several ranks.
+        tokens = [] if self.capture is None else list(self.capture.tokens(experts))
         if self.recipe.solver == "awq" and self.capture is not None:
-            weight_EJH = self._smoothed(experts, weight_EJH)
+            weight_EJH = self._smoothed(experts, weight_EJH, tokens)
         moments = None
         if layer_mean_HH is not None:
-            sums = (gram(tokens_TH) for tokens_TH in self._tokens(experts))
+            sums = map(gram, tokens)
             moments = expert_moments(sums, self._counts(experts), layer_mean_HH, borrowed_tokens(self.recipe, False))
         batch = SolverBatch(weight_EJH.float(), moments)
         solved = solve_batch(batch, self.recipe)
         self._record(experts, batch, solved, {"gate_proj": slice(0, half), "up_proj": slice(half, None)})
         if self.capture is None:
             return
-        for expert, tokens_TH in zip(experts, self._tokens(experts), strict=True):
+        for expert, tokens_TH in zip(experts, tokens, strict=True):
             index = expert - experts.start
             self._gate_up[expert] = self._used(weight_EJH, solved, index)
             hidden_TI = gated_activation(tokens_TH, self._gate_up[expert]())
@@ -145,11 +153,11 @@ class LayerSolver:
         codes_OC, scale_OG, dtype = solved.codes_EOI[index], solved.scale_EOG[index], weight_EOC.dtype
         return lambda: from_codes(codes_OC, scale_OG, dtype)
 
-    def _smoothed(self, experts: range, weight_EJH: Tensor) -> Tensor:
+    def _smoothed(self, experts: range, weight_EJH: Tensor, tokens: Sequence[Tensor]) -> Tensor:
         """Rows of up divided by the factors that down's columns will be multiplied by."""
         sums = [
             gram(gated_activation(tokens_TH, weight_JH))
-            for tokens_TH, weight_JH in zip(self._tokens(experts), weight_EJH, strict=True)
+            for tokens_TH, weight_JH in zip(tokens, weight_EJH, strict=True)
         ]
         own = [total / max(1, count) for total, count in zip(sums, self._counts(experts), strict=True)]
         down_EHI = self.source.expert_down(self.layer, experts).float()
@@ -165,8 +173,7 @@ class LayerSolver:
         total = self.capture.ranks.total(torch.stack(list(self._down_sums.values())).sum(dim=0))
         return total / max(1, self.capture.num_rows)
 
-    def _solve_down(self, experts: range, down_mean_II: Tensor | None) -> None:
-        weight_EHI = self.source.expert_down(self.layer, experts)
+    def _solve_down(self, experts: range, weight_EHI: Tensor, down_mean_II: Tensor | None) -> None:
         if self._smoothing:
             factor_EI = torch.stack([self._smoothing.pop(expert) for expert in experts])
             weight_EHI = weight_EHI * factor_EI.to(weight_EHI.dtype).unsqueeze(1)
@@ -197,8 +204,10 @@ class LayerSolver:
     def _record(self, experts: range, batch: SolverBatch, solved: SolvedBatch, rows: dict[str, slice]) -> None:
         """Pack each projection and note its errors."""
         delta_EOC = from_codes(solved.codes_EOI, solved.scale_EOG) - batch.weight_EOI
-        down, moments = "down_proj" in rows, [None] if batch.hessian_EII is None else [None, batch.hessian_EII]
-        energies = [_row_energy(value, moment) for moment in moments for value in (delta_EOC, batch.weight_EOI)]
+        down, step = "down_proj" in rows, report_step([part.indices(delta_EOC.shape[1]) for part in rows.values()])
+        moments = [None] if batch.hessian_EII is None else [None, batch.hessian_EII]
+        values = [value[:, ::step] for value in (delta_EOC, batch.weight_EOI)]
+        energies = [_row_energy(value, moment) for moment in moments for value in values]
         errors = torch.stack(energies).cpu()  # at once: each copy waits for the device
         packed = pack_batch(solved.codes_EOI, solved.scale_EOG)
         for index, expert in enumerate(experts):
@@ -206,6 +215,7 @@ class LayerSolver:
             borrowed = None if tokens is None else borrowed_share(tokens, borrowed_tokens(self.recipe, down))
             for projection, part in rows.items():
                 name = self.module_name(expert, projection)
+                sampled = slice(part.start and part.start // step, part.stop and part.stop // step)
                 self._solved.tensors |= packed.module(name, index, part)
                 self._solved.results.append(
                     ModuleResult(
@@ -214,8 +224,8 @@ class LayerSolver:
                         num_tokens=tokens,
                         blend_weight=borrowed,
                         dampening_frac=None if batch.hessian_EII is None else solved.dampening[index],
-                        relative_weight_error=_relative(errors[:2], index, part),
-                        relative_output_error=_relative(errors[2:], index, part) if len(errors) > 2 else None,
+                        relative_weight_error=_relative(errors[:2], index, sampled),
+                        relative_output_error=_relative(errors[2:], index, sampled) if len(errors) > 2 else None,
                     )
                 )
 
@@ -230,6 +240,14 @@ def solve_batch(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:
         return solved
     codes, scale = (value.reshape(count, rows, -1) for value in (solved.codes_EOI, solved.scale_EOG))
     return SolvedBatch(codes, scale, solved.outcomes * count, solved.dampening * count)
+
+
+def report_step(parts: Sequence[tuple[int, int, int]]) -> int:
+    """Errors are reported from every so many-th row: of each projection (start, stop, 1), at least REPORT_ROWS."""
+    step = 1
+    while all(start % (2 * step) == 0 and stop - start >= 2 * step * REPORT_ROWS for start, stop, _ in parts):
+        step *= 2
+    return step
 
 
 def _row_energy(matrix_EOC: Tensor, moment_ECC: Tensor | None) -> Tensor:

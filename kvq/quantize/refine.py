@@ -32,15 +32,18 @@ def refine(
     group_I = torch.arange(columns, device=weight_EOI.device, dtype=torch.int32) // size
     grid = Grid(scale_EOG, group_I.expand_as(diagonal_EI), hessian_EII / diagonal_EI.unsqueeze(1))
     block_size = max(size, min(block_size, MAX_BLOCK))
-    for _ in range(passes):
-        one = _Pass(weight_EOI, codes_EOI, grid, diagonal_EI)
-        for start in range(0, columns, block_size):
-            one.block(slice(start, min(start + block_size, columns)))
+    blocks = [slice(start, min(start + block_size, columns)) for start in range(0, columns, block_size)]
+    descent = _Descent(weight_EOI, codes_EOI, grid, diagonal_EI)
+    for number in range(passes):
+        if number:
+            descent.catch_up(blocks)
+        for part in blocks:
+            descent.block(part)
     return codes_EOI, scale_EOG.to(torch.bfloat16)
 
 
-class _Pass:
-    """One pass: codes and float32 scales are changed in place, block after block."""
+class _Descent:
+    """Codes and float32 scales, changed in place block after block, and the pull on every column."""
 
     def __init__(self, weight_EOI: Tensor, codes_EOI: Tensor, grid: Grid, diagonal_EI: Tensor) -> None:
         self.codes_EOI, self.grid, self.diagonal_EI = codes_EOI, grid, diagonal_EI
@@ -48,14 +51,21 @@ class _Pass:
             self.pull_EOI = torch.bmm(from_codes(codes_EOI, grid.scale_EOG).sub_(weight_EOI), grid.feedback_EII)
         self.change_EOI = torch.empty_like(self.pull_EOI)
 
+    def catch_up(self, blocks: list[slice]) -> None:
+        """After a pass: a block's pull knows what changed before it; now also what changed in it and after it."""
+        for part in blocks:
+            self._pulled(part, slice(part.start, None))
+
+    def _pulled(self, part: slice, changed: slice) -> Tensor:
+        """The pull on a block, less what the changes of these columns take away from it; kept in place."""
+        pull_EOW = self.pull_EOI[:, :, part]
+        with tensor_core_products():
+            pull_EOW.baddbmm_(self.change_EOI[:, :, changed], self.grid.feedback_EII[:, changed, part], alpha=-1)
+        return pull_EOW
+
     def block(self, part: slice) -> None:
         """Scales, then codes of the columns of a block, given everything before."""
-        pull_EOW = self.pull_EOI[:, :, part]
-        if part.start:
-            earlier = slice(0, part.start)
-            feedback = self.grid.feedback_EII[:, earlier, part]
-            with tensor_core_products():
-                pull_EOW = torch.baddbmm(pull_EOW, self.change_EOI[:, :, earlier], feedback, alpha=-1)
+        pull_EOW = self._pulled(part, slice(0, part.start)) if part.start else self.pull_EOI[:, :, part]
         target_EOW, base_EOW, refit_EOW = self._refit_scales(pull_EOW, part)
         round_block(target_EOW, base_EOW, self.grid, self.codes_EOI, self.change_EOI, part)
         self.change_EOI[:, :, part] += refit_EOW

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvq.quantize.factor import FACTOR_BLOCK, cholesky_in_blocks
 from kvq.quantize.rounding import round_columns
 from kvq.recipes.schema import Recipe
-
-FACTOR_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,28 +81,3 @@ def feedback_of(reversed_EII: Tensor) -> tuple[Tensor, Tensor]:
     lower_EII, failed_E = cholesky_in_blocks(reversed_EII, FACTOR_BLOCK)
     upper_EII = lower_EII.flip(1, 2)
     return upper_EII.div_(upper_EII.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(1)).triu_(1), failed_E
-
-
-def cholesky_in_blocks(matrix_EII: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Lower Cholesky factors of all matrices at once, in place (what lies above the diagonal is left as it was), and
-    which matrices are not positive definite.
-
-    A batch of large matrices is factorized one by one by the vendor's library. In blocks, nearly all of the work is
-    products over the whole batch (left-looking; Golub and Van Loan, Matrix Computations, 4.2.5).
-    """
-    columns = matrix_EII.shape[1]
-    failed_E = torch.zeros(matrix_EII.shape[0], dtype=torch.bool, device=matrix_EII.device)
-    for start in range(0, columns, block):
-        stop = min(start + block, columns)
-        panel_EIB = matrix_EII[:, start:, start:stop]
-        if start:
-            done_EIB = matrix_EII[:, start:, :start]
-            panel_EIB.baddbmm_(done_EIB, done_EIB[:, : stop - start].mT, alpha=-1)
-        factor_EBB, info_E = torch.linalg.cholesky_ex(panel_EIB[:, : stop - start])
-        failed_E |= info_E != 0
-        panel_EIB[:, : stop - start] = factor_EBB
-        if stop < columns:
-            identity_BB = torch.eye(stop - start, device=matrix_EII.device).expand_as(factor_EBB)
-            inverse_EBB = torch.linalg.solve_triangular(factor_EBB, identity_BB, upper=False)
-            panel_EIB[:, stop - start :] = torch.bmm(panel_EIB[:, stop - start :], inverse_EBB.mT)
-    return matrix_EII, failed_E

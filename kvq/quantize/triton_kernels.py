@@ -1,10 +1,10 @@
-"""Loops that PyTorch cannot run fast on a GPU: rounding column after column, refitting and trying scales.
+"""Loops that PyTorch cannot run fast on a GPU: rounding column after column, refitting and trying scales, adding rows.
 
-The door to Triton. Each does what the plain version in `rounding.py`, `refine.py` or `qparams.py` does; tests run them
-in Triton's interpreter and on a GPU.
+The door to Triton. Each does what the plain version in `rounding.py`, `refine.py`, `qparams.py` or `capture.py` does;
+tests run them in Triton's interpreter and on a GPU.
 
 Shape suffixes: E = matrices, O = out_features, I = in_features, G = groups, R = rows of a program, W = columns of a
-block, S = columns of a slice, C = columns of a group, F = factors.
+block, S = columns of a slice, C = columns of a group, F = factors, T = tokens, N = rows to add, H = hidden size.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 ROWS, WARPS, REFIT_WARPS = 64, 2, 8
 SLICE = 16  # the least that the matrix units take
 SCALE_ROWS = 16
+ADDED_COLUMNS = 1024
 MAGIC: Any = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and taking it away rounds to even, for |x| < 2^22
 
 
@@ -209,3 +210,23 @@ def search_scales(
         (limits[1] - limits[0]) / 2, ROWS=SCALE_ROWS, SIZE=group_size, FACTORS=len(factors), num_warps=4,
     )  # fmt: skip
     return best_EOG.to(torch.bfloat16)
+
+
+@triton.jit
+def _add_weighted_rows_kernel(output_ptr, token_ptr, y_ptr, weight_ptr, num_columns, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column_W = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    fits_W = column_W < num_columns
+    y_W = tl.load(y_ptr + row * num_columns + column_W, fits_W, 0.0).to(tl.float32)
+    output_at = output_ptr + tl.load(token_ptr + row) * num_columns + column_W
+    tl.store(output_at, tl.load(output_at, fits_W, 0.0) + y_W * tl.load(weight_ptr + row), fits_W)
+
+
+def add_weighted_rows(output_TH: Tensor, token_N: Tensor, y_NH: Tensor, weight_N: Tensor) -> None:
+    """Adds to float32 rows in one pass over memory. No token may come twice: programs would overwrite it."""
+    rows, columns = y_NH.shape
+    assert output_TH.is_contiguous() and output_TH.dtype == weight_N.dtype == torch.float32
+    if rows:
+        _add_weighted_rows_kernel[(rows, triton.cdiv(columns, ADDED_COLUMNS))](
+            output_TH, token_N.contiguous(), y_NH.contiguous(), weight_N.contiguous(), columns, WIDTH=ADDED_COLUMNS
+        )

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvq.calibration.experts import gated_activation
 from kvq.quantize import experts as experts_module
 from kvq.quantize.chunks import CHUNK_BYTES, KEPT_BYTES
-from kvq.quantize.experts import SolvedLayer
+from kvq.quantize.experts import SolvedLayer, report_step
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.types import ModuleResult, SolverBatch
 from tests import reference
@@ -154,7 +154,12 @@ def test_output_equals_the_plain_forward(layer: TinyLayer, propagate: bool, pass
     close(solved.output_TH, layer.forward(*used), rtol=1e-5)
 
 
-def test_results_say_what_happened(layer: TinyLayer, spy: SpySolver) -> None:
+@pytest.mark.parametrize(("report_rows", "step"), [(512, 1), (16, 4)])
+def test_results_say_what_happened(
+    layer: TinyLayer, spy: SpySolver, report_rows: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors are those of every so many-th row of a matrix with many."""
+    monkeypatch.setattr(experts_module, "REPORT_ROWS", report_rows)
     solved = layer.solve(recipe(hessian_blend_tokens=8))
     assert sorted(results(solved)) == sorted(f"e{e}.{p}" for e in range(NUM_EXPERTS) for p in PROJECTIONS)
     hessians = {"gate_proj": spy.hessians(2 * INTER), "up_proj": spy.hessians(2 * INTER)}
@@ -167,12 +172,24 @@ def test_results_say_what_happened(layer: TinyLayer, spy: SpySolver) -> None:
             assert result.num_tokens == count
             assert result.blend_weight == pytest.approx(8 / (8 + count))
             assert result.dampening_frac == pytest.approx(0.01)
-            delta_OI = written_weight(solved.tensors, expert, projection) - original_OI
+            delta_OI = (written_weight(solved.tensors, expert, projection) - original_OI)[::step]
+            original_OI = original_OI[::step]
             whole = reference.output_error(original_OI, hessian_CC)
             error = (reference.output_error(delta_OI, hessian_CC) / whole) ** 0.5
             assert result.relative_output_error == pytest.approx(error, rel=1e-3)
             weight_error = float(delta_OI.norm() / original_OI.double().norm())
             assert result.relative_weight_error == pytest.approx(weight_error, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "step"),
+    [
+        ([(0, 2048, 1), (2048, 4096, 1)], 4), ([(0, 6144, 1)], 8), ([(0, 1023, 1)], 1), ([(0, 1024, 1)], 2),
+        ([(0, 2050, 1), (2050, 4100, 1)], 2), ([(0, 1537, 1), (1537, 3074, 1)], 1),
+    ],
+)  # fmt: skip
+def test_reported_rows_begin_where_a_projection_does(parts: list[tuple[int, int, int]], step: int) -> None:
+    assert report_step(parts) == step
 
 
 def test_failed_matrices_are_named(layer: TinyLayer) -> None:

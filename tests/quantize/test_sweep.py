@@ -6,9 +6,10 @@ Shape suffixes: E = matrices, I = in_features.
 import pytest
 import torch
 
+from kvq.quantize.factor import cholesky_in_blocks, solve_in_blocks
 from kvq.quantize.llmcompressor_backend import gptq_sweep
 from kvq.quantize.qparams import find_scales, to_codes
-from kvq.quantize.sweep import cholesky_in_blocks, feedback_of, ldl_sweep
+from kvq.quantize.sweep import feedback_of, ldl_sweep
 from tests import reference
 from tests.quantize.problems import batch, differs_only_after_ties, hessian, moments, recipe
 
@@ -55,3 +56,15 @@ def test_matrix_that_is_not_positive_definite_is_named() -> None:
     lower_EII, failed_E = cholesky_in_blocks(hessian_EII.clone(), 32)
     assert failed_E.tolist() == [False, True, False]
     torch.testing.assert_close(lower_EII[2].tril(), torch.linalg.cholesky(hessian_EII[2]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block", [8, 40, 96, 512])
+def test_systems_are_solved_by_the_factor(block: int) -> None:
+    """Against float64; what lies above the diagonal is not read."""
+    hessian_EII = torch.stack([hessian(96, seed) for seed in range(3)])
+    lower_EII = torch.linalg.cholesky(hessian_EII).float() + 7.0 * torch.ones(96, 96).triu(1)
+    right_EIO = torch.randn(3, 96, 5, generator=torch.Generator().manual_seed(0))
+    expected_EIO = torch.linalg.solve(hessian_EII, right_EIO.double())
+    found_EIO = solve_in_blocks(lower_EII, right_EIO.clone(), block)
+    error = (found_EIO.double() - expected_EIO).norm() / expected_EIO.norm()
+    assert float(error) < 1e-4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvq.quantize.qparams import CODE_MAX, CODE_MIN, SHRINK_FACTORS, find_scales, to_codes
-from kvq.quantize.refine import _Pass, refine
+from kvq.quantize.refine import _Descent, refine
 from kvq.quantize.rounding import Grid, round_columns
 from tests import reference
 from tests.quantize.problems import batch, moments, recipe
@@ -95,14 +95,31 @@ def test_refinement(group_size: int, columns: int, block_size: int, monkeypatch:
             target, base, grid.scale_EOG, grid.group_EI, grid.feedback_EII, codes, error, part.start, LIMITS
         )
 
-    def refit(one: _Pass, pull_EOW: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def refit(one: _Descent, pull_EOW: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         return triton_kernels.refit_block(
             pull_EOW, one.codes_EOI, one.grid.scale_EOG, one.diagonal_EI, one.grid.feedback_EII, part.start
         )
 
     monkeypatch.setattr("kvq.quantize.refine.round_block", by_kernel)
-    monkeypatch.setattr("kvq.quantize.refine._Pass._refit_scales", refit)
+    monkeypatch.setattr("kvq.quantize.refine._Descent._refit_scales", refit)
     weight, codes, scale, damped = (value.to(DEVICE) for value in started)
     found = refine(weight, codes, scale, damped, 2, block_size)
     assert same(found[0], expected[0]) > 0.98 and same(found[1], expected[1]) > 0.97
     assert same(found[0], codes_EOI) < 0.95
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 96), (5, 96), (7, 1500)])
+def test_weighted_rows_are_added(rows: int, columns: int) -> None:
+    """To the rows of their tokens and to no others."""
+    from kvq.quantize import triton_kernels
+
+    generator = torch.Generator().manual_seed(0)
+    output_TH = torch.randn(11, columns, generator=generator)
+    token_N = torch.randperm(11, generator=generator)[:rows]
+    y_NH, weight_N = torch.randn(rows, columns, generator=generator).bfloat16(), torch.rand(rows, generator=generator)
+    expected_TH = output_TH.double()
+    for token, y_H, weight in zip(token_N, y_NH, weight_N, strict=True):
+        expected_TH[token] += y_H.double() * weight.double()
+    found_TH = output_TH.to(DEVICE)
+    triton_kernels.add_weighted_rows(found_TH, token_N.to(DEVICE), y_NH.to(DEVICE), weight_N.to(DEVICE))
+    torch.testing.assert_close(found_TH.cpu().double(), expected_TH, rtol=1e-6, atol=1e-6)
