@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine import ServerDiedError, ask_all, kvq, server_command, serving
+from engine import PORT, ServerDiedError, ask_all, kvq, server_command, serving
 from pad_indexer import pad_indexer
 
 COMMON = {
@@ -82,7 +82,7 @@ def prompt_and_answer(tokenizer: Any, row: Mapping[str, Any]) -> tuple[str, str]
     return prompt, render([*user, reply], tools=row.get("tools"), tokenize=False).removeprefix(prompt)
 
 
-def exact(folder: Path, tokenizer: Any, cases: list[dict[str, Any]]) -> tuple[list[bool], list[str]]:
+def exact(folder: Path, tokenizer: Any, cases: list[dict[str, Any]], port: int) -> tuple[list[bool], list[str]]:
     """Which answers are the expected text, and the texts."""
     generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     eos = generation["eos_token_id"]
@@ -91,7 +91,7 @@ def exact(folder: Path, tokenizer: Any, cases: list[dict[str, Any]]) -> tuple[li
         "temperature": 0, "max_new_tokens": MAX_NEW_TOKENS, "skip_special_tokens": False, "stop": stop,
     }  # fmt: skip
     pairs = [prompt_and_answer(tokenizer, case) for case in cases]
-    answers = ask_all([{"text": prompt, "sampling_params": sampling} for prompt, _ in pairs], at_once=16)
+    answers = ask_all([{"text": prompt, "sampling_params": sampling} for prompt, _ in pairs], 16, port)
     right, said = [], []
     for (_, answer), (_, expected) in zip(answers, pairs, strict=True):
         for end in stop:
@@ -101,7 +101,7 @@ def exact(folder: Path, tokenizer: Any, cases: list[dict[str, Any]]) -> tuple[li
     return right, said
 
 
-def prompt_logprobs(data: Path) -> list[float]:
+def prompt_logprobs(data: Path, port: int) -> list[float]:
     """Natural log-probability of each prompt token but the first."""
     sampling = {"temperature": 0, "max_new_tokens": 1}
     bodies = [
@@ -109,7 +109,7 @@ def prompt_logprobs(data: Path) -> list[float]:
          "logprob_start_len": 0}
         for row in rows(data / "eval-text.jsonl", PROMPTS)
     ]  # fmt: skip
-    answers = ask_all(bodies, at_once=4)
+    answers = ask_all(bodies, 4, port)
     return [
         token[0]
         for _, answer in answers
@@ -140,8 +140,9 @@ def settings_of(folder: Path, served: Path, config: Path | None) -> tuple[dict[s
     return settings, other
 
 
-def measure(folder: Path, data: Path, count: int, log: Path, config: Path | None) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, folder: Path, config: Path | None) -> dict[str, Any]:
     """Everything about one checkpoint; what failed is in `error`."""
+    data, port, log = arguments.data, arguments.port, arguments.out / f"{folder.name}.log"
     sparse = "index_topk" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     served = pad_indexer(folder, log.with_suffix(".padded")) if sparse else folder
     started = time.monotonic()
@@ -150,13 +151,13 @@ def measure(folder: Path, data: Path, count: int, log: Path, config: Path | None
         "checkpoint": folder.name, "error": None, "config": str(config) if config else None, "overridden": overridden,
     }  # fmt: skip
     try:
-        with serving(settings, log, ENVIRONMENT, config=config) as seconds:
+        with serving(settings, log, ENVIRONMENT, config=config, port=port) as seconds:
             result["engine_up_s"] = round(seconds, 1)
             tokenizer = load_template(folder)
             for name in ("toolcalls", "arithmetic"):
-                right, said = exact(folder, tokenizer, rows(data / f"eval-{name}.jsonl", count))
+                right, said = exact(folder, tokenizer, rows(data / f"eval-{name}.jsonl", arguments.rows), port)
                 result[name], result[f"{name}_texts"] = sum(right), said
-            logprobs = prompt_logprobs(data)
+            logprobs = prompt_logprobs(data, port)
             result["logprobs"] = logprobs
             result["perplexity"] = round(math.exp(-sum(logprobs) / len(logprobs)), 4)
     except (ServerDiedError, OSError, KeyError, ValueError) as error:
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--engine-version", help="of the YAMLs; by default the installed SGLang's")
     parser.add_argument("--dry-run", action="store_true", help="write the YAMLs, print the commands, serve nothing")
     parser.add_argument("--rows", type=int, default=50)
+    parser.add_argument("--port", type=int, default=PORT, help="another for each run beside others on one GPU")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "./out")))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -231,8 +233,7 @@ def main() -> None:
     for pair in arguments.pairs:
         both = []
         for folder in map(Path, pair.split("=")):
-            log = arguments.out / f"{folder.name}.log"
-            both.append(measure(folder, arguments.data, arguments.rows, log, configs.get(folder)))
+            both.append(measure(arguments, folder, configs.get(folder)))
             results.append(both[-1])
             _say(table(both[-1:], arguments.rows).splitlines()[-1])
         report = Path(pair.split("=")[1]) / "kvq-reports" / "distance.json"

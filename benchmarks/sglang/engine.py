@@ -96,12 +96,12 @@ def ask(body: Mapping[str, Any], timeout: float = 300, port: int = PORT) -> Any:
         return json.load(response)
 
 
-def ask_all(bodies: list[dict[str, Any]], at_once: int) -> list[tuple[float, Any]]:
+def ask_all(bodies: list[dict[str, Any]], at_once: int, port: int = PORT) -> list[tuple[float, Any]]:
     """Seconds and answer of each request, `at_once` of them in flight."""
 
     def timed(body: dict[str, Any]) -> tuple[float, Any]:
         started = time.monotonic()
-        answer = ask(body)
+        answer = ask(body, port=port)
         return time.monotonic() - started, answer
 
     with ThreadPoolExecutor(at_once) as pool:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from kvq.calibration.batches import BATCH_TOKENS
 from kvq.checkpoint.architecture import ModelFacts
-from kvq.quantize.chunks import KEPT_BYTES, chunk_bytes_per_expert, experts_per_chunk
+from kvq.quantize.chunks import chunk_bytes_per_expert, experts_per_chunk, kept_budget, layer_bytes
 from kvq.recipes.plan import QuantPlan
 from kvq.recipes.tally import Kind
 
@@ -61,14 +61,11 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
     tokens, inner = _own_sequences(plan) * recipe.max_seq_length, facts.moe_intermediate_size
     inputs = tokens * hidden * width
     downs = (3 if recipe.drift_correction else 2) * experts * inner * inner * FLOAT_BYTES
-    kept = min(KEPT_BYTES[device], tokens * int(facts.text_config["num_experts_per_tok"]) * inner * width)
+    budget = kept_budget(device, layer_bytes(tokens, experts, hidden, inner))
+    kept = min(budget, tokens * int(facts.text_config["num_experts_per_tok"]) * inner * width)
     return [
         *terms,
-        *(
-            [MemoryTerm("solving", "inputs of down that are kept", "device", kept)]
-            if kept and plan.num_ranks == 1
-            else []
-        ),
+        *([MemoryTerm("solving", "inputs of down that are kept", "device", kept)] if kept else []),
         MemoryTerm("always", "hidden states of all tokens", "host", inputs),
         MemoryTerm("always", "inputs of the experts", "device", inputs),
         MemoryTerm("forward", "the same while they are joined", "device", inputs),

@@ -21,22 +21,30 @@ from kvq.ranks import Ranks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """Inputs of this rank's tokens, and the rows of each expert; `counts` has every rank's tokens of every expert."""
+    """Inputs of this rank's tokens, and the rows of each expert; `counts` has every rank's tokens of every expert, and
+    `num_tokens` how many every rank has."""
 
     x_TH: Tensor
     routing: Routing
     ranks: Ranks = field(default_factory=Ranks)
     counts: tuple[tuple[int, ...], ...] = ()
+    num_tokens: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, x_TH: Tensor, routing: Routing, ranks: Ranks) -> Self:
         """Tells the other ranks how many tokens each expert has here."""
         own = tuple(routing.count(expert) for expert in range(len(routing.start) - 1))
-        return cls(x_TH, routing, ranks, tuple(ranks.gather(own)))
+        counts, num_tokens = zip(*ranks.gather((own, x_TH.shape[0])), strict=True)
+        return cls(x_TH, routing, ranks, counts, num_tokens)
 
     def count(self, expert: int) -> int:
         """Tokens of an expert, from all ranks."""
         return sum(row[expert] for row in self.counts)
+
+    @property
+    def own(self) -> range:
+        """The experts of this rank."""
+        return self._shares()[self.ranks.rank]
 
     @property
     def num_rows(self) -> int:
@@ -45,8 +53,7 @@ class Capture:
 
     def layer_mean(self) -> Tensor:
         """Mean second moment of the layer's tokens, [H, H]."""
-        num_tokens = sum(self.ranks.gather(self.x_TH.shape[0]))
-        return self.ranks.total(gram(self.x_TH)) / num_tokens
+        return self.ranks.total(gram(self.x_TH)) / sum(self.num_tokens)
 
     def tokens(self, experts: range) -> Iterator[Tensor]:
         """[N, H] of each of these experts of this rank, in the order of the ranks and, within one, of its tokens.
@@ -58,12 +65,26 @@ class Capture:
         if self._gives_once_more(experts):
             self._fetch(None)
 
-    def add_outputs(self, output_TH: Tensor, experts: range, output_of: Callable[[int, Tensor], Tensor]) -> None:
-        """Add what these experts make of their tokens, weighted by the router, to the outputs of those tokens."""
+    def most_tokens(self) -> list[int]:
+        """Of each place in the ranks' own experts, the tokens of the rank that has most there."""
+        shares = self._shares()
+        places = range(max(map(len, shares)))
+        return [max(self.count(share[place]) for share in shares if place < len(share)) for place in places]
+
+    def add_outputs(
+        self, output_TH: Tensor, experts: range, output_of: Callable[[int, Tensor | None], Tensor], num_kept: int
+    ) -> None:
+        """Add what these experts make of their tokens, weighted by the router, to the outputs of those tokens.
+
+        The first `num_kept` experts of each rank are not given their tokens.
+        """
         for expert in experts:
-            self._add_output(output_TH, expert, output_of(expert, self._fetch(expert)))
+            tokens_NH = None if self.own.index(expert) < num_kept else self._fetch(expert)
+            self._add_output(output_TH, expert, output_of(expert, tokens_NH))
         if self._gives_once_more(experts):
-            self._add_output(output_TH, None, self._fetch(None))
+            if len(self.own) >= num_kept:
+                self._fetch(None)
+            self._add_output(output_TH, None, self.x_TH[:0])
 
     def _fetch(self, expert: int | None) -> Tensor:
         asked = self._in_step(expert)

@@ -21,7 +21,7 @@ from kvq.calibration.stats import cross_gram, gram
 from kvq.quantize.ahead import LoadingAhead
 from kvq.quantize.awq import search_smoothing
 from kvq.quantize.capture import Capture
-from kvq.quantize.chunks import KEPT_BYTES
+from kvq.quantize.chunks import kept_budget, layer_bytes, num_kept
 from kvq.quantize.drift import corrected_weight
 from kvq.quantize.moments import borrowed_share, borrowed_tokens, expert_moments
 from kvq.quantize.pack import pack_batch
@@ -71,7 +71,7 @@ class LayerSolver:
     _solved: SolvedLayer = field(default_factory=SolvedLayer)
     _gate_up: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     _hidden: dict[int, Tensor] = field(default_factory=dict)
-    _kept_bytes: int = 0
+    _num_kept: int = 0
     _down_sums: dict[int, Tensor] = field(default_factory=dict)
     _drift_sums: dict[int, Tensor] = field(default_factory=dict)
     _smoothing: dict[int, Tensor] = field(default_factory=dict)
@@ -112,6 +112,8 @@ class LayerSolver:
 
     def _solve_gate_up(self, experts: range, weight_EJH: Tensor, layer_mean_HH: Tensor | None) -> None:
         half = weight_EJH.shape[1] // 2
+        if self.capture is not None and experts == self.chunks[0]:
+            self._num_kept = self._keeping(self.capture, half)
         # Once for all that is done with them: they are gathered, and from several ranks.
         tokens = [] if self.capture is None else list(self.capture.tokens(experts))
         if self.recipe.solver == "awq" and self.capture is not None:
@@ -129,18 +131,19 @@ class LayerSolver:
             index = expert - experts.start
             self._gate_up[expert] = self._used(weight_EJH, solved, index)
             hidden_TI = gated_activation(tokens_TH, self._gate_up[expert]())
-            self._keep(expert, hidden_TI)
+            if self.capture.own.index(expert) < self._num_kept:
+                self._hidden[expert] = hidden_TI
             self._down_sums[expert] = gram(hidden_TI)
             if self._corrects_drift:
                 drift_TI = gated_activation(tokens_TH, weight_EJH[index]) - hidden_TI
                 self._drift_sums[expert] = cross_gram(drift_TI, hidden_TI)
 
-    def _keep(self, expert: int, hidden_TI: Tensor) -> None:
-        """For the output, while there is room. Several ranks exchange an expert's tokens in step: they keep none."""
-        assert self.capture is not None
-        if self.capture.ranks.size == 1 and self._kept_bytes + hidden_TI.nbytes <= KEPT_BYTES[self.device.type]:
-            self._kept_bytes += hidden_TI.nbytes
-            self._hidden[expert] = hidden_TI
+    def _keeping(self, capture: Capture, inner: int) -> int:
+        """How many experts' inputs of down are kept for the output: on all ranks the same, by what all of them know."""
+        places = capture.most_tokens()
+        held = layer_bytes(max(capture.num_tokens), len(places), capture.x_TH.shape[1], inner)
+        budget = kept_budget(self.device.type, held)
+        return num_kept(places, inner * capture.x_TH.element_size(), budget)
 
     @property
     def _corrects_drift(self) -> bool:
@@ -192,14 +195,13 @@ class LayerSolver:
         if self.capture is None:
             return
 
-        def output_of(expert: int, tokens_TH: Tensor) -> Tensor:
-            used, hidden_TI = self._gate_up.pop(expert), self._hidden.pop(expert, None)
-            if hidden_TI is None:
-                hidden_TI = gated_activation(tokens_TH, used())
+        def output_of(expert: int, tokens_TH: Tensor | None) -> Tensor:
+            used = self._gate_up.pop(expert)
+            hidden_TI = self._hidden.pop(expert) if tokens_TH is None else gated_activation(tokens_TH, used())
             return F.linear(hidden_TI, self._used(weight_EHI, solved, expert - experts.start)())
 
         assert self._solved.output_TH is not None
-        self.capture.add_outputs(self._solved.output_TH, experts, output_of)
+        self.capture.add_outputs(self._solved.output_TH, experts, output_of, self._num_kept)
 
     def _record(self, experts: range, batch: SolverBatch, solved: SolvedBatch, rows: dict[str, slice]) -> None:
         """Pack each projection and note its errors."""

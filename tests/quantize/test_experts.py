@@ -3,13 +3,16 @@
 Shape suffixes: T = tokens, H = hidden size, I = expert width, J = 2 I, E = experts, C = columns.
 """
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch import Tensor
 
 from kvq.calibration.experts import gated_activation
+from kvq.quantize import chunks as chunks_module
 from kvq.quantize import experts as experts_module
-from kvq.quantize.chunks import CHUNK_BYTES, KEPT_BYTES
+from kvq.quantize.chunks import CHUNK_BYTES
 from kvq.quantize.experts import SolvedLayer, report_step
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.types import ModuleResult, SolverBatch
@@ -262,16 +265,11 @@ def test_inputs_of_down_are_computed_again_only_where_they_are_not_kept(
         return gated_activation(x_TH, gate_up_JH)
 
     monkeypatch.setattr(experts_module, "gated_activation", counted)
-    monkeypatch.setitem(KEPT_BYTES, "cpu", kept)
+    monkeypatch.setattr(chunks_module, "KEPT_BYTES", kept)
     solved = layer.solve(REFINED)
     assert solved.output_TH is not None and without.output_TH is not None
     assert torch.equal(solved.output_TH, without.output_TH)
     again = calls - NUM_EXPERTS
     sizes = [layer.tokens(expert).shape[0] * INTER * layer.x_TH.element_size() for expert in range(NUM_EXPERTS)]
-    room, computed = kept, 0
-    for size in sizes:
-        fits = size <= room
-        room -= size if fits else 0
-        computed += not fits
-    assert again == computed
-    assert {0: NUM_EXPERTS - 1, 2**28: 0}.get(kept, again) == again
+    assert again == sum(total > kept for total in accumulate(sizes))
+    assert {0: NUM_EXPERTS, 2**28: 0}.get(kept, again) == again
