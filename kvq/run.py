@@ -145,8 +145,13 @@ class Run:
         if self.prepared.device.type == "cuda":
             torch.cuda.synchronize()  # packed tensors are copied without waiting
         self.desk.submit(lambda: self._finish_step(journal, number, shard, tensors, solved, store))
-        if store is not None and keeps_state(number, store.nbytes):
+        if store is not None and self._keeps_state(number, store):
             self.desk.settle()
+
+    def _keeps_state(self, number: int, store: ActivationStore) -> bool:
+        assert self.tokens is not None
+        nbytes = store.nbytes // store.shape[0] * self.tokens.tokens_NS.shape[0]
+        return keeps_state(number, nbytes, self.prepared.device.type)
 
     def _stop_if_asked(self, message: str) -> None:
         """All ranks stop when one was asked to."""
@@ -177,7 +182,7 @@ class Run:
         if shard:
             self.writer.add_shard(shard, written)
         self.prepared.watch.check()
-        kept = store if store is not None and keeps_state(number, store.nbytes) else None
+        kept = store if store is not None and self._keeps_state(number, store) else None
         step = Step(
             number=number,
             shard=shard,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.checkpoint.journal import FOLDER
+from kvq.checkpoint.journal import FOLDER, keeps_state
 from kvq.checkpoint.source import resolve_source
 from kvq.errors import OutputError, StoppedError
 from kvq.pipeline import prepare, quantize_checkpoint
@@ -290,3 +290,14 @@ def test_killed_process(tmp_path: Path, number: signal.Signals) -> None:
     resumed = bench.remove_output()
     bench.run(Quiet())
     assert resumed == bench.contents()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "device", "kept"),
+    [
+        (0, "cuda", [0, 1, 2, 3, 4]), (2**20, "cuda", [0, 1, 2, 3, 4]), (2**30, "cuda", [0, 2, 4]),
+        (2**30 + 1, "cuda", [0, 3]), (2**30, "cpu", [0, 1, 2, 3, 4]), (5 * 2**30, "cpu", [0, 3]),
+    ],
+)  # fmt: skip
+def test_large_states_are_kept_every_few_layers(nbytes: int, device: str, kept: list[int]) -> None:
+    assert [number for number in range(5) if keeps_state(number, nbytes, device)] == kept

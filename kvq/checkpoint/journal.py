@@ -31,14 +31,15 @@ from kvq.errors import CheckpointError, OutputError
 
 FOLDER = ".kvq-journal"
 FINGERPRINT = "fingerprint.json"
-STATE_BYTES = 2 * 2**30
-"""Hidden states to write for each layer, on average. Larger ones are kept every few layers; in between, a run that is
-cut off computes those layers again, which costs less than a terabyte of writes."""
+STATE_BYTES = {"cpu": 2 * 2**30, "cuda": 2**29}
+"""Hidden states of all ranks to write for each layer, on average, by the device that computes. Larger ones are kept
+every few layers; in between, a run that is cut off computes those layers again, which costs less than the writes: the
+next layer waits for them, and on two H200s whose layers take 6 s it waited 14 s for 12 GiB."""
 
 
-def keeps_state(number: int, nbytes: int) -> bool:
-    """Whether the state after step `number` is kept."""
-    return number % -(-nbytes // STATE_BYTES) == 0 if nbytes else True
+def keeps_state(number: int, nbytes: int, device_type: str) -> bool:
+    """Whether the state after step `number` is kept. `nbytes` are those of all ranks, so that they keep the same."""
+    return number % -(-nbytes // STATE_BYTES[device_type]) == 0 if nbytes else True
 
 
 MAX_RECORD_BYTES = 2**30

@@ -1,6 +1,6 @@
 """What the plugin counted in this process: for the health field, and for Prometheus where the server exports it."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 # Field -> what its metric says. Metric names are `kvq:kv_tag_<field>_total`.
@@ -44,4 +44,6 @@ class Counters:
             self._exported[name] = value
 
     def as_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if not key.startswith("_")}
+        """Not by `asdict`, which would copy the metrics, and those of several processes hold open files."""
+        names = [one.name for one in fields(self) if not one.name.startswith("_")]
+        return {name: getattr(self, name) for name in names}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from kvq.calibration.batches import BATCH_TOKENS
 from kvq.checkpoint.architecture import ModelFacts
-from kvq.quantize.chunks import chunk_bytes_per_expert, experts_per_chunk, kept_budget, layer_bytes
+from kvq.quantize.chunks import KEPT_BYTES, chunk_bytes_per_expert, experts_per_chunk
 from kvq.recipes.plan import QuantPlan
 from kvq.recipes.tally import Kind
 
@@ -61,8 +61,7 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
     tokens, inner = _own_sequences(plan) * recipe.max_seq_length, facts.moe_intermediate_size
     inputs = tokens * hidden * width
     downs = (3 if recipe.drift_correction else 2) * experts * inner * inner * FLOAT_BYTES
-    budget = kept_budget(device, layer_bytes(tokens, experts, hidden, inner))
-    kept = min(budget, tokens * int(facts.text_config["num_experts_per_tok"]) * inner * width)
+    kept = min(KEPT_BYTES[device], tokens * int(facts.text_config["num_experts_per_tok"]) * inner * width)
     return [
         *terms,
         *([MemoryTerm("solving", "inputs of down that are kept", "device", kept)] if kept else []),

@@ -49,6 +49,18 @@ class Served:
         return self.facts.num_mtp_layers > 0 and any(kind.mtp for kind in self.kinds)
 
     @property
+    def draft_problem(self) -> str | None:
+        """What keeps SGLang from running the draft layer. Its kernel for those of MLA and DSA models takes certain
+        widths only, and the server ends when the draft layer first runs (0.5.17 and 0.5.23: models/deepseek_nextn.py,
+        kernels/ops/layernorm/fused_eh_norm.py; seen on an H200 with 0.5.17)."""
+        hidden = self.facts.hidden_size
+        if not self.has_mtp:
+            return "the checkpoint has none"
+        if self.facts.arch.attention != "gqa" and not (256 < hidden <= 8192 and hidden % 256 == 0):
+            return f"not used: SGLang's kernel wants a hidden size above 256, up to 8192, in 256s, and this is {hidden}"
+        return None
+
+    @property
     def parsers(self) -> Parsers:
         """By the model's family and, where one family has two formats, by its chat template."""
         thinks = "<think>" in self.template

@@ -122,7 +122,7 @@ def notes_text(configs: Sequence[SglangConfig], workable: Sequence[Parallel]) ->
         "This is arithmetic; without `max-total-tokens` SGLang takes what it finds free.",
         f"- Experts: {served.experts}, `moe-runner-backend: {first.settings['moe-runner-backend']}`.",
         f"- KV cache: `{first.settings['kv-cache-dtype']}`, named because `auto` depends on version, model and GPU.",
-        f"- Draft layer (MTP): {'used by EAGLE' if served.has_mtp else 'the checkpoint has none'}.",
+        f"- Draft layer (MTP): {served.draft_problem or 'used by EAGLE'}.",
         f"- KV integrity: {first.integrity.name}: {first.integrity.reason}.",
         "- Data-parallel attention is not set: its flag differs between versions and was not run.",
     ]

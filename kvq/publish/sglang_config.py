@@ -189,7 +189,7 @@ def sglang_config(served: Served, deployment: Deployment) -> SglangConfig:
     found = cut_problems(served.cut, deployment.parallel)
     assert not found, f"choose_parallel let {found} through"
     integrity = choose_integrity(served, deployment.integrity)
-    blackwell, draft = deployment.architecture == "blackwell", served.has_mtp
+    blackwell, draft = deployment.architecture == "blackwell", served.draft_problem is None
     layout = kv_layout_of(served, deployment.kv_dtype, deployment.parallel, blackwell)
     memory = memory_plan(
         served, deployment.gpu, deployment.parallel, layout, deployment.role, draft=draft,

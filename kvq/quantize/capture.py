@@ -21,21 +21,18 @@ from kvq.ranks import Ranks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capture:
-    """Inputs of this rank's tokens, and the rows of each expert; `counts` has every rank's tokens of every expert, and
-    `num_tokens` how many every rank has."""
+    """Inputs of this rank's tokens, and the rows of each expert; `counts` has every rank's tokens of every expert."""
 
     x_TH: Tensor
     routing: Routing
     ranks: Ranks = field(default_factory=Ranks)
     counts: tuple[tuple[int, ...], ...] = ()
-    num_tokens: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, x_TH: Tensor, routing: Routing, ranks: Ranks) -> Self:
         """Tells the other ranks how many tokens each expert has here."""
         own = tuple(routing.count(expert) for expert in range(len(routing.start) - 1))
-        counts, num_tokens = zip(*ranks.gather((own, x_TH.shape[0])), strict=True)
-        return cls(x_TH, routing, ranks, counts, num_tokens)
+        return cls(x_TH, routing, ranks, tuple(ranks.gather(own)))
 
     def count(self, expert: int) -> int:
         """Tokens of an expert, from all ranks."""
@@ -53,7 +50,8 @@ class Capture:
 
     def layer_mean(self) -> Tensor:
         """Mean second moment of the layer's tokens, [H, H]."""
-        return self.ranks.total(gram(self.x_TH)) / sum(self.num_tokens)
+        num_tokens = sum(self.ranks.gather(self.x_TH.shape[0]))
+        return self.ranks.total(gram(self.x_TH)) / num_tokens
 
     def tokens(self, experts: range) -> Iterator[Tensor]:
         """[N, H] of each of these experts of this rank, in the order of the ranks and, within one, of its tokens.

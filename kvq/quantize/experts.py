@@ -21,7 +21,7 @@ from kvq.calibration.stats import cross_gram, gram
 from kvq.quantize.ahead import LoadingAhead
 from kvq.quantize.awq import search_smoothing
 from kvq.quantize.capture import Capture
-from kvq.quantize.chunks import kept_budget, layer_bytes, num_kept
+from kvq.quantize.chunks import KEPT_BYTES, num_kept
 from kvq.quantize.drift import corrected_weight
 from kvq.quantize.moments import borrowed_share, borrowed_tokens, expert_moments
 from kvq.quantize.pack import pack_batch
@@ -113,7 +113,8 @@ class LayerSolver:
     def _solve_gate_up(self, experts: range, weight_EJH: Tensor, layer_mean_HH: Tensor | None) -> None:
         half = weight_EJH.shape[1] // 2
         if self.capture is not None and experts == self.chunks[0]:
-            self._num_kept = self._keeping(self.capture, half)
+            bytes_per_token = half * self.capture.x_TH.element_size()
+            self._num_kept = num_kept(self.capture.most_tokens(), bytes_per_token, KEPT_BYTES[self.device.type])
         # Once for all that is done with them: they are gathered, and from several ranks.
         tokens = [] if self.capture is None else list(self.capture.tokens(experts))
         if self.recipe.solver == "awq" and self.capture is not None:
@@ -137,13 +138,6 @@ class LayerSolver:
             if self._corrects_drift:
                 drift_TI = gated_activation(tokens_TH, weight_EJH[index]) - hidden_TI
                 self._drift_sums[expert] = cross_gram(drift_TI, hidden_TI)
-
-    def _keeping(self, capture: Capture, inner: int) -> int:
-        """How many experts' inputs of down are kept for the output: on all ranks the same, by what all of them know."""
-        places = capture.most_tokens()
-        held = layer_bytes(max(capture.num_tokens), len(places), capture.x_TH.shape[1], inner)
-        budget = kept_budget(self.device.type, held)
-        return num_kept(places, inner * capture.x_TH.element_size(), budget)
 
     @property
     def _corrects_drift(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvq.integrity import hooks
+from kvq.integrity.counters import Counters
 from kvq.integrity.guard import EXPORT_SECONDS, Guard
 from kvq.integrity.ranks import agree, least
 from kvq.integrity.settings import Mode
@@ -254,3 +255,11 @@ def test_no_row_is_given_back_or_cached_while_its_verdict_is_under_way(monkeypat
         assert not guard._pending
         guard.incidents.ended(req)
     assert guard.counters.violations == 2
+
+
+def test_the_health_field_leaves_the_metrics_alone() -> None:
+    """Metrics of several processes hold open files, which cannot be copied: a server was ended by that once."""
+    counters = Counters(checks=3)
+    with open(__file__, "rb") as file:
+        counters._metrics["checks"] = file
+        assert counters.as_json()["checks"] == 3

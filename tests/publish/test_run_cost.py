@@ -40,16 +40,6 @@ def test_a_cpu_has_one_memory() -> None:
     assert {term.what: term.nbytes for term in terms}["inputs of down that are kept"] == 2**28
 
 
-def test_inputs_are_kept_where_a_gpu_has_room_for_them() -> None:
-    plan, kinds = plan_of("glm-5.2"), list(kinds_of("glm-5.2"))
-    alone, shared = (
-        {term.what: term.nbytes for term in memory_terms(replace(plan, num_ranks=ranks), kinds, "cuda")}
-        for ranks in (1, 2)
-    )
-    assert "inputs of down that are kept" not in alone
-    assert shared["inputs of down that are kept"] == 256 * 1024 * 8 * 2048 * 2 * 2
-
-
 def test_no_data_no_activations() -> None:
     terms = memory_terms(plan_of("glm-5.2", "int4-rtn"), list(kinds_of("glm-5.2", "int4-rtn")), "cuda")
     assert [term.what for term in terms if term.where == "device"] == [

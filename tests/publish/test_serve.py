@@ -225,6 +225,22 @@ def test_an_output_is_what_its_plan_said(shared: Shared) -> None:
     assert f"max-total-tokens: {config.memory.max_total_tokens}" in text
 
 
+@pytest.mark.parametrize(
+    ("alias", "hidden", "used"),
+    [
+        ("glm-5.2", 6144, True), ("glm-5.2", 8192, True), ("glm-5.2", 256, False), ("glm-5.2", 8448, False),
+        ("glm-5.2", 6272, False), ("glm-4.7", 256, True), ("kimi-k2", 7168, False),
+    ],
+)  # fmt: skip
+def test_a_draft_layer_is_used_where_sglang_s_kernel_takes_its_width(alias: str, hidden: int, used: bool) -> None:
+    """Kimi K2 has none; GLM-4.7's runs without that kernel."""
+    model = served(alias)
+    facts = replace(model.facts, hidden_size=hidden)
+    found = replace(model, cut=replace(model.cut, facts=facts))
+    assert (found.draft_problem is None) == used
+    assert found.has_mtp == (alias != "kimi-k2")
+
+
 def test_a_run_leaves_serving_files_that_its_manifest_does_not_hash(shared: Shared, kvq_main: Kvq) -> None:
     folder = shared.output("glm-4.7")
     names = {path.name for path in (folder / "serving").iterdir()}

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvq.calibration.experts import gated_activation
-from kvq.quantize import chunks as chunks_module
 from kvq.quantize import experts as experts_module
-from kvq.quantize.chunks import CHUNK_BYTES
+from kvq.quantize.chunks import CHUNK_BYTES, KEPT_BYTES
 from kvq.quantize.experts import SolvedLayer, report_step
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.types import ModuleResult, SolverBatch
@@ -265,7 +264,7 @@ def test_inputs_of_down_are_computed_again_only_where_they_are_not_kept(
         return gated_activation(x_TH, gate_up_JH)
 
     monkeypatch.setattr(experts_module, "gated_activation", counted)
-    monkeypatch.setattr(chunks_module, "KEPT_BYTES", kept)
+    monkeypatch.setitem(KEPT_BYTES, "cpu", kept)
     solved = layer.solve(REFINED)
     assert solved.output_TH is not None and without.output_TH is not None
     assert torch.equal(solved.output_TH, without.output_TH)
