@@ -51,7 +51,7 @@ def test_an_alias_is_planned_from_facts(kvq_main: Kvq) -> None:
     said = kvq_main("plan", "glm-5.2", "--gpu=h200", "--context=131072", "--kv-dtype=bf16")
     assert said.code == 0
     for words in ("118,629 tensors", "755,617,140,416 bytes = 755.62 GB (703.72 GiB)", "399.71 GB (372.26 GiB)",
-                  "facts shipped with kvq", "95,232", "requests of 131,072", "profile 2026-11-29_h200_glm-5.2-layer",
+                  "facts shipped with kvq", "95,232", "requests of 131,072", "profile 2026-11-30_h200_glm-5.2-layer",
                   "source: zhao9797/ai-research"):  # fmt: skip
         assert words in " ".join(said.out.split()), words
     assert "fp8_e4m3" not in said.out

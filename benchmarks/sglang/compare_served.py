@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--engine-version", help="of the YAMLs; by default the installed SGLang's")
     parser.add_argument("--dry-run", action="store_true", help="write the YAMLs, print the commands, serve nothing")
     parser.add_argument("--rows", type=int, default=50)
-    parser.add_argument("--port", type=int, default=PORT, help="another for each run beside others on one GPU")
+    parser.add_argument("--port", type=int, default=PORT, help="side by side: 2,000 apart")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "./out")))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -253,7 +253,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=4, help="cost: requests per measurement, times those at once")
     parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument("--port", type=int, default=PORT, help="another for each run beside others on one GPU")
+    parser.add_argument("--port", type=int, default=PORT, help="side by side: 2,000 apart")
     parser.add_argument("--budget-s", type=float, default=500, help="cost: no pair is begun later than this")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FLAG=VALUE", help="server flags, over the script's own"

@@ -1,7 +1,7 @@
 """The one module that imports llmcompressor: its batched GPTQ sweep (Triton on CUDA).
 
 `sweep: llmcompressor` in a recipe asks for it. The default is `sweep.py`, which gives the same codes in less than half
-the time (benchmarks/2026-11-29_h200_real-size-layer.md, benchmarks/2026-11-30_cpu_against_oneshot.md).
+the time (benchmarks/2026-11-30_h200_real-size-layer.md, benchmarks/2026-11-30_cpu_against_oneshot.md).
 
 Two habits of `quantize_weight` are kept from the caller: it works inside the tensors it is given, and it sets the
 weights of columns with a zero Hessian diagonal to zero.

@@ -7,7 +7,7 @@ GPTQ's column updates with the inverse Hessian's Cholesky factor give the same c
 
 M is read off the Cholesky factor of H with both axes reversed. One factorization is a third of the work of
 llm-compressor's three (factor, inverse, factor), and the feedback is plain matrix products. Measured beside
-llm-compressor's `quantize_weight`, on an H200: benchmarks/2026-11-29_h200_real-size-layer.md; on a CPU:
+llm-compressor's `quantize_weight`, on an H200: benchmarks/2026-11-30_h200_real-size-layer.md; on a CPU:
 benchmarks/2026-11-30_cpu_against_oneshot.md.
 
 Shape suffixes: E = matrices, O = out_features, I = in_features (in the order of the sweep), G = groups, B = columns of

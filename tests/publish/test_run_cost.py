@@ -65,9 +65,9 @@ def test_thin_calibration_is_said() -> None:
 
 
 def test_no_profile_no_time() -> None:
-    time = estimated_time(plan_of("kimi-k2"), "cuda")
+    time = estimated_time(plan_of("glm-4.7"), "cuda")
     assert time["seconds"] is None
-    assert time["note"] == "no profile for this size: nobody has timed gptq on cuda with experts of 2048x7168"
+    assert time["note"] == "no profile for this size: nobody has timed gptq on cuda with experts of 1536x5120"
     assert estimated_time(plan_of("kimi-k2.6"), "cuda")["seconds"] is None
 
 
