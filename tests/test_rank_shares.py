@@ -86,8 +86,12 @@ def kv_differences(ours: Path, theirs: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_any_number_of_ranks_gives_the_bits_of_one(shared: Shared, alone: Path, tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("size", "kept"), [(2, 2**28), (3, 0), (3, 100_000), (3, 2**28), (4, 0), (7, 2**28)])
+def test_any_number_of_ranks_gives_the_bits_of_one(
+    shared: Shared, alone: Path, tmp_path: Path, size: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the inputs of all, some (one place of three here) or no down projections are kept; ranks stay in step."""
+    monkeypatch.setitem(chunks.KEPT_BYTES, "cpu", kept)
     out = quantize_on(size, shared, tmp_path / "out", *EXACT)
     assert unequal(read_tensors(out), read_tensors(alone)) == []
     assert kv_differences(out, alone) == []
