@@ -325,5 +325,6 @@ def add_experts(store: ActivationStore, output_TH: Tensor) -> None:
         total = (base.float() + rows.reshape(base.shape)).to(base.dtype)
         finite.append(torch.isfinite(total).all())
         store.write(batch, total)
+    store.land()
     if not bool(torch.stack(finite).all()):  # after all of them, so that a GPU is not waited for between two batches
         raise CalibrationError("the experts' output is NaN or Inf; look at the source's weights and the data.")

@@ -42,10 +42,15 @@ class ActivationStore:
     @property
     def hidden_NSH(self) -> Tensor:
         """The buffer, as the host may read and change it."""
+        self.land()
+        return self._hidden_NSH
+
+    def land(self) -> None:
+        """Wait for copies under way, and give back the device memory that they need. To be called after a pass over the
+        batches: an evaluation has a store for each length of its documents."""
         if self._ferry is not None:
             torch.cuda.synchronize()
             self._ferry = None
-        return self._hidden_NSH
 
     @property
     def shape(self) -> tuple[int, int, int]:

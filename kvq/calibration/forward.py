@@ -176,6 +176,7 @@ class ModelRunner:
                 store.write(batch, output_BSH)
                 if after is not None:
                     after(batch)
+            store.land()
         # After all of them, so that a GPU is not waited for between two batches.
         for batch, fine in zip(store.batches(), torch.stack(finite).tolist(), strict=True):
             if not fine:
@@ -235,4 +236,6 @@ class ModelRunner:
                 hidden = hnorm(norm(last.read(batch, self.device)[:, :-1]))
                 joined = torch.cat([enorm(store.read(batch, self.device)), hidden], dim=-1)
                 store.write(batch, F.linear(joined, eh_proj))
+        store.land()
+        last.land()
         return store

@@ -143,6 +143,7 @@ def _log_p(runner: ModelRunner, store: ActivationStore, document: int, norm: Any
     """[S, V] of one document."""
     with torch.no_grad():
         hidden_SH = norm(store.read(slice(document, document + 1), runner.device))[0]
+        store.land()
         return F.log_softmax(F.linear(hidden_SH, head_VH).float(), dim=-1)
 
 

@@ -49,6 +49,7 @@ class StreamedModel:
             for store in self.stores:
                 for batch in store.batches():
                     store.write(batch, norm(store.read(batch, self.runner.device)))
+                store.land()
         return [store.state()["hidden_NSH"] for store in self.stores]  # which waits for copies from a GPU
 
 
@@ -91,6 +92,8 @@ def _run_watched(base: StreamedModel, other: StreamedModel, layer: int) -> Layer
         other.kv.counting = False
     for stores in zip(inputs, probes, base.stores, strict=True):
         other.runner.run(other_module, layer, stores[1], _compare_own(record, *stores, other.runner.device))
+        for store in stores:
+            store.land()
     if watching is not None:
         watching.remove()
         record.other_choices.watch(other_module.mlp.experts)
@@ -100,6 +103,8 @@ def _run_watched(base: StreamedModel, other: StreamedModel, layer: int) -> Layer
     for ours, theirs in zip(base.stores, other.stores, strict=True):
         for batch in ours.batches():
             record.accumulated.add(ours.read(batch, base.runner.device), theirs.read(batch, base.runner.device))
+        ours.land()
+        theirs.land()
     record.close()
     return record
 
