@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq.calibration.experts import gated_activation
 from kvq.quantize import experts as experts_module
-from kvq.quantize.chunks import CHUNK_BYTES, KEPT_BYTES
+from kvq.quantize.chunks import CHUNK_BYTES, KEPT_BYTES, num_kept
 from kvq.quantize.experts import SolvedLayer, report_step
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.types import ModuleResult, SolverBatch
@@ -249,6 +249,11 @@ def test_inputs_are_not_changed(layer: TinyLayer) -> None:
     layer.solve(recipe())
     now = layer.x_TH, layer.gate_up_EJH, layer.down_EHI, layer.weight_TK
     assert all(torch.equal(value, before) for value, before in zip(now, kept, strict=True))
+
+
+def test_inputs_are_kept_from_the_first_expert_on_as_long_as_they_fit() -> None:
+    most_tokens = [3, 0, 2, 1]
+    assert [num_kept(most_tokens, 10, budget) for budget in (0, 29, 30, 49, 50, 60, 99)] == [0, 0, 2, 2, 3, 4, 4]
 
 
 @pytest.mark.parametrize("kept", [0, 5000, 2**28])
