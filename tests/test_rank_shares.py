@@ -116,17 +116,17 @@ def test_awq_on_uneven_shares(shared: Shared, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_lose_no_more_than_one(kvq_main: Kvq, tmp_path: Path) -> None:
-    """KL to the source of a trained model: what another order of addition changes is within two standard errors."""
+    """KL to the source of a trained model: what another order of addition changes is within the standard error."""
     recipe = override(load_recipe("int4"), ["num_calibration_samples=8", "max_seq_length=128"])
     data, figures = EXAMPLES / "held-out.jsonl", []
     for size in (1, 2):
         out = quantize_model(size, EXAMPLE, None, tmp_path / str(size), recipe)
-        words = ("--source", EXAMPLE, "--data", data, "--max-rows", 4, "--max-seq-length", 128, "--no-damage")
+        words = ("--source", EXAMPLE, "--data", data, "--max-rows", 12, "--max-seq-length", 128, "--no-damage")
         said = kvq_main("evaluate", out, *words, "--device=cpu", "--json")
         assert said.code == 0, said.err
         figures.append(json.loads(said.out)["distance"]["figures"]["mean_kld"])
     assert 0 < figures[0]["value"] < 0.1
-    assert abs(figures[0]["value"] - figures[1]["value"]) < 2 * figures[0]["error"]
+    assert abs(figures[0]["value"] - figures[1]["value"]) < figures[0]["error"]
 
 
 def forget_a_rank(statistics: KvStatistics, ranks: Ranks) -> KvStatistics:
