@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 from kvq.calibration.forward import pick_device
 from kvq.checkpoint.source import Source
+from kvq.checkpoint.writer import partial_of
 from kvq.pipeline import peak_memory, prepare, quantize_checkpoint
 from kvq.ranks import join
 from kvq.recipes.schema import load_recipe, override
@@ -186,7 +187,8 @@ def main() -> None:
     source, out = arguments.scratch / "source", arguments.scratch / "out"
     started = time.monotonic()
     if ranks.first:
-        shutil.rmtree(out, ignore_errors=True)
+        for left in (out, partial_of(out)):
+            shutil.rmtree(left, ignore_errors=True)
         if not source.exists():
             make_source(source, config, arguments.sequences, device)
         sys.stdout.write(f"{ranks.size} ranks; source made in {time.monotonic() - started:.1f} s\n")
