@@ -7,7 +7,7 @@ Shape suffixes: T = tokens, H = hidden size, I = expert width, J = 2 I (gate row
 chunk, O, C = rows and columns of a projection.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -31,7 +31,7 @@ from kvq.quantize.types import ModuleResult, SolvedBatch, SolverBatch
 from kvq.recipes.schema import Recipe
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
-# The product with H that an error needs would take a tenth of a GPU's time on a layer of real size, over all rows.
+# Of all rows, an error would need a product with H as large as a refinement pass's.
 REPORT_ROWS = 512
 
 
@@ -106,6 +106,17 @@ class LayerSolver:
                 self.source.read_ahead(self.layer, self.chunks[0], afterwards)
             yield experts, weights
 
+    def _tokens(self, experts: range) -> Callable[[], Iterable[Tensor]]:
+        """Gives the tokens of each expert, as often as it is asked. They are held where gathering them takes an
+        exchange, and on a GPU, which has room for a chunk's; on a CPU they would be the peak of small models."""
+        capture = self.capture
+        if capture is None:
+            return tuple
+        if self.device.type == "cpu" and capture.ranks.size == 1:
+            return lambda: capture.tokens(experts)
+        held = list(capture.tokens(experts))
+        return lambda: held
+
     def _counts(self, experts: range) -> list[int]:
         assert self.capture is not None
         return [self.capture.count(expert) for expert in experts]
@@ -115,20 +126,19 @@ class LayerSolver:
         if self.capture is not None and experts == self.chunks[0]:
             bytes_per_token = half * self.capture.x_TH.element_size()
             self._num_kept = num_kept(self.capture.most_tokens(), bytes_per_token, KEPT_BYTES[self.device.type])
-        # Once for all that is done with them: they are gathered, and from several ranks.
-        tokens = [] if self.capture is None else list(self.capture.tokens(experts))
+        tokens = self._tokens(experts)
         if self.recipe.solver == "awq" and self.capture is not None:
-            weight_EJH = self._smoothed(experts, weight_EJH, tokens)
+            weight_EJH = self._smoothed(experts, weight_EJH, tokens())
         moments = None
         if layer_mean_HH is not None:
-            sums = map(gram, tokens)
+            sums = map(gram, tokens())
             moments = expert_moments(sums, self._counts(experts), layer_mean_HH, borrowed_tokens(self.recipe, False))
         batch = SolverBatch(weight_EJH.float(), moments)
         solved = solve_batch(batch, self.recipe)
         self._record(experts, batch, solved, {"gate_proj": slice(0, half), "up_proj": slice(half, None)})
         if self.capture is None:
             return
-        for expert, tokens_TH in zip(experts, tokens, strict=True):
+        for expert, tokens_TH in zip(experts, tokens(), strict=True):
             index = expert - experts.start
             self._gate_up[expert] = self._used(weight_EJH, solved, index)
             hidden_TI = gated_activation(tokens_TH, self._gate_up[expert]())
@@ -150,7 +160,7 @@ class LayerSolver:
         codes_OC, scale_OG, dtype = solved.codes_EOI[index], solved.scale_EOG[index], weight_EOC.dtype
         return lambda: from_codes(codes_OC, scale_OG, dtype)
 
-    def _smoothed(self, experts: range, weight_EJH: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+    def _smoothed(self, experts: range, weight_EJH: Tensor, tokens: Iterable[Tensor]) -> Tensor:
         """Rows of up divided by the factors that down's columns will be multiplied by."""
         sums = [
             gram(gated_activation(tokens_TH, weight_JH))
