@@ -50,7 +50,7 @@ class StreamedModel:
                 for batch in store.batches():
                     store.write(batch, norm(store.read(batch, self.runner.device)))
                 store.land()
-        return [store.state()["hidden_NSH"] for store in self.stores]  # which waits for copies from a GPU
+        return [store.state()["hidden_NSH"] for store in self.stores]
 
 
 def final_hidden(

@@ -38,6 +38,9 @@ def test_a_cpu_has_one_memory() -> None:
     terms = memory_terms(plan, kinds, "cpu")
     assert cost["host_bytes"] == peak_bytes(terms, ("host", "device"))
     assert {term.what: term.nbytes for term in terms}["inputs of down that are kept"] == 2**28
+    shared = memory_terms(replace(plan, num_ranks=2), kinds, "cpu")
+    assert {term.what: term.nbytes for term in shared}["inputs of down that are kept"] == 2**28  # of each rank
+    assert "inputs of down that are kept" not in {term.what for term in memory_terms(plan, kinds, "cuda")}
 
 
 def test_no_data_no_activations() -> None:
