@@ -19,12 +19,14 @@ from kvq.recipes.tally import Kind
 PROFILES = resources.files("kvq.publish") / "profiles"
 COMPUTE_BYTES = {"cpu": 4, "cuda": 2}
 FLOAT_BYTES = 4
+CODE_BYTES = 0.5  # of a weight that is kept as its code
 BASE_BYTES = 10**9  # interpreter, torch and its libraries
 
 DeviceType = Literal["cpu", "cuda"]
 
 
-Phase = Literal["always", "forward", "solving"]
+Phase = Literal["always", "forward", "solving", "output"]
+SOLVED: tuple[Phase, ...] = ("solving", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class MemoryTerm:
 
 
 def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list[MemoryTerm]:
-    """What a rank holds while a layer runs and while its experts are solved: the two candidates for the peak of a run.
+    """What a rank holds while a layer runs, while its experts are solved and while their output is computed: the
+    candidates for the peak of a run.
 
     Of several ranks the one that has most; a layer's own weights and the rest are held by each.
     """
@@ -53,7 +56,7 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
     solving = f"{chunk} experts being solved"
     terms = [
         MemoryTerm("always", "interpreter and libraries", "host", BASE_BYTES),
-        MemoryTerm("solving", "packed experts of a layer", "host", packed),
+        *(MemoryTerm(phase, "packed experts of a layer", "host", packed) for phase in SOLVED),
         MemoryTerm("solving", solving, "device", chunk * chunk_bytes_per_expert(rows, hidden)),
     ]
     if not recipe.needs_calibration:
@@ -61,17 +64,20 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
     tokens, inner = _own_sequences(plan) * recipe.max_seq_length, facts.moe_intermediate_size
     inputs = tokens * hidden * width
     downs = (3 if recipe.drift_correction else 2) * experts * inner * inner * FLOAT_BYTES
+    weight_bytes = CODE_BYTES if recipe.propagate_error else width
+    held = int(experts * rows * hidden * weight_bytes)
     kept = min(KEPT_BYTES[device], tokens * int(facts.text_config["num_experts_per_tok"]) * inner * width)
     return [
         *terms,
-        *([MemoryTerm("solving", "inputs of down that are kept", "device", kept)] if kept else []),
+        *(MemoryTerm(phase, "inputs of down that are kept", "device", kept) for phase in SOLVED if kept),
         MemoryTerm("always", "hidden states of all tokens", "host", inputs),
         MemoryTerm("always", "inputs of the experts", "device", inputs),
         MemoryTerm("forward", "the same while they are joined", "device", inputs),
         MemoryTerm("forward", "attention of a batch", "device", _attention_bytes(plan, device)),
-        MemoryTerm("solving", "output of the experts, float32", "device", tokens * hidden * FLOAT_BYTES),
-        MemoryTerm("solving", "quantized gate and up of all experts", "device", experts * rows * hidden * width),
+        *(MemoryTerm(phase, "solved gate and up of all experts", "device", held) for phase in SOLVED),
         MemoryTerm("solving", "down Hessians, once more while summed, and drift", "device", downs),
+        MemoryTerm("output", "solved down of all experts", "device", held // 2),
+        MemoryTerm("output", "output of the experts, float32", "device", tokens * hidden * FLOAT_BYTES),
     ]
 
 
@@ -87,10 +93,10 @@ def _attention_bytes(plan: QuantPlan, device: DeviceType) -> int:
 
 
 def peak_bytes(terms: list[MemoryTerm], where: tuple[str, ...]) -> int:
-    """The larger of the two phases."""
+    """The largest of the phases."""
     phases = [
         sum(term.nbytes for term in terms if term.where in where and term.phase in ("always", phase))
-        for phase in ("forward", "solving")
+        for phase in ("forward", *SOLVED)
     ]
     return max(phases)
 

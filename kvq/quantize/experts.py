@@ -1,7 +1,8 @@
 """One layer's routed experts: statistics from their own tokens, solving, packing, and their output for the next layer.
 
-The order saves memory and passes over the data: gate and up of all experts first, then down, whose input is what the
-*quantized* gate and up give. Only the small down Hessians of a whole layer are held at once.
+The order saves memory and passes over the data: gate and up of all experts first; then down, whose input is what the
+*quantized* gate and up give; then the output, for which a float32 row per token is held beside the solved weights, when
+the statistics are gone. Of a whole layer only the small down Hessians and the solved weights are held at once.
 
 Shape suffixes: T = tokens, H = hidden size, I = expert width, J = 2 I (gate rows, then up rows), E = experts of a
 chunk, O, C = rows and columns of a projection.
@@ -23,6 +24,7 @@ from kvq.quantize.awq import search_smoothing
 from kvq.quantize.capture import Capture
 from kvq.quantize.chunks import KEPT_BYTES, num_kept
 from kvq.quantize.drift import corrected_weight
+from kvq.quantize.kept import kept_weight
 from kvq.quantize.moments import borrowed_share, borrowed_tokens, expert_moments
 from kvq.quantize.pack import pack_batch
 from kvq.quantize.qparams import from_codes
@@ -70,6 +72,7 @@ class LayerSolver:
     progress: Callable[[str], None]
     _solved: SolvedLayer = field(default_factory=SolvedLayer)
     _gate_up: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
+    _down: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     _hidden: dict[int, Tensor] = field(default_factory=dict)
     _num_kept: int = 0
     _down_sums: dict[int, Tensor] = field(default_factory=dict)
@@ -83,11 +86,11 @@ class LayerSolver:
                 self.progress(f"gate/up {experts.stop}/{self.num_experts}")
                 self._solve_gate_up(experts, weights(), layer_mean)
             down_mean = self._pooled_down()
-            if self.capture is not None:
-                self._solved.output_TH = torch.zeros_like(self.capture.x_TH, dtype=torch.float32)
             for experts, weights in self._loaded(ahead, DOWN, self.source.expert_down, ()):
                 self.progress(f"down {experts.stop}/{self.num_experts}")
                 self._solve_down(experts, weights(), down_mean)
+            if self.capture is not None:
+                self._solved.output_TH = self._output(self.capture)
         return self._solved
 
     def _loaded(
@@ -154,11 +157,10 @@ class LayerSolver:
         return self.capture is not None and self.recipe.drift_correction and self.recipe.propagate_error
 
     def _used(self, weight_EOC: Tensor, solved: SolvedBatch, index: int) -> Callable[[], Tensor]:
-        """Gives the weights that later statistics see: as written, kept as codes, or the source's."""
+        """Gives the weights that later statistics and the output see: as written, or the source's."""
         if not self.recipe.propagate_error:
             return lambda: weight_EOC[index]
-        codes_OC, scale_OG, dtype = solved.codes_EOI[index], solved.scale_EOG[index], weight_EOC.dtype
-        return lambda: from_codes(codes_OC, scale_OG, dtype)
+        return kept_weight(solved, index, weight_EOC.dtype)
 
     def _smoothed(self, experts: range, weight_EJH: Tensor, tokens: Iterable[Tensor]) -> Tensor:
         """Rows of up divided by the factors that down's columns will be multiplied by."""
@@ -187,25 +189,31 @@ class LayerSolver:
         batch = original = SolverBatch(weight_EHI.float(), None)
         if down_mean_II is not None:
             borrowed, counts = borrowed_tokens(self.recipe, True), self._counts(experts)
-            sums = [self._down_sums[expert] for expert in experts]
+            sums = [self._down_sums.pop(expert) for expert in experts]
             moments = expert_moments(sums, counts, down_mean_II, borrowed)
             batch = original = SolverBatch(original.weight_EOI, moments)
             if self._corrects_drift:
-                shares = [self._drift_sums[e] / max(1.0, n + borrowed) for e, n in zip(experts, counts, strict=True)]
+                drifts = [self._drift_sums.pop(expert) for expert in experts]
+                shares = [drift / max(1.0, n + borrowed) for drift, n in zip(drifts, counts, strict=True)]
                 corrected = corrected_weight(batch.weight_EOI, torch.stack(shares), moments, counts, self.recipe)
                 batch = SolverBatch(corrected, moments)
         solved = solve_batch(batch, self.recipe)
         self._record(experts, original, solved, {"down_proj": slice(None)})
-        if self.capture is None:
-            return
+        if self.capture is not None:
+            self._down.update((expert, self._used(weight_EHI, solved, expert - experts.start)) for expert in experts)
+
+    def _output(self, capture: Capture) -> Tensor:
+        """Of all experts, for the tokens of this rank: float32 [T, H]."""
+        output_TH = torch.zeros_like(capture.x_TH, dtype=torch.float32)
 
         def output_of(expert: int, tokens_TH: Tensor | None) -> Tensor:
-            used = self._gate_up.pop(expert)
-            hidden_TI = self._hidden.pop(expert) if tokens_TH is None else gated_activation(tokens_TH, used())
-            return F.linear(hidden_TI, self._used(weight_EHI, solved, expert - experts.start)())
+            self.progress(f"output {expert + 1 - capture.own.start}/{len(capture.own)}")
+            gate_up, down = self._gate_up.pop(expert), self._down.pop(expert)
+            hidden_TI = self._hidden.pop(expert) if tokens_TH is None else gated_activation(tokens_TH, gate_up())
+            return F.linear(hidden_TI, down())
 
-        assert self._solved.output_TH is not None
-        self.capture.add_outputs(self._solved.output_TH, experts, output_of, self._num_kept)
+        capture.add_outputs(output_TH, capture.own, output_of, self._num_kept)
+        return output_TH
 
     def _record(self, experts: range, batch: SolverBatch, solved: SolvedBatch, rows: dict[str, slice]) -> None:
         """Pack each projection and note its errors."""
