@@ -21,7 +21,7 @@ from kvq.calibration.stats import blend_hessian, gram
 from kvq.quantize.factor import FACTOR_BLOCK, cholesky_in_blocks
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.llmcompressor_backend import gptq_sweep
-from kvq.quantize.pack import pack_batch
+from kvq.quantize.pack import HostBlocks, pack_batch
 from kvq.quantize.qparams import find_scales, from_codes, to_codes
 from kvq.quantize.refine import refine
 from kvq.quantize.rounding import tensor_core_products
@@ -89,7 +89,7 @@ def matrix_stages(
          area * columns),
         ("refinement", timed(lambda: refine(weight, codes, scale, damped, recipe.refinement_passes, 128)) / experts,
          "tf32", recipe.refinement_passes * 3 * area * columns),
-        ("pack", timed(lambda: pack_batch(codes, scale)) / experts, "GB/s", 1.5 * area),
+        ("pack", timed(lambda: pack_batch(codes, scale, HostBlocks())) / experts, "GB/s", 1.5 * area),
         ("solve_gptq, whole", timed(lambda: solve_gptq(SolverBatch(weight, hessian), recipe)) / experts, "tf32",
          7 * area * columns),
         ("llm-compressor quantize_weight", timed(lambda: gptq_sweep(weight, hessian, scale, recipe, 0.03), 2) / experts,

@@ -26,10 +26,10 @@ from kvq.quantize.chunks import KEPT_BYTES, num_kept
 from kvq.quantize.drift import corrected_weight
 from kvq.quantize.kept import kept_weight
 from kvq.quantize.moments import borrowed_share, borrowed_tokens, expert_moments
-from kvq.quantize.pack import pack_batch
+from kvq.quantize.pack import HostBlocks, pack_batch
 from kvq.quantize.qparams import from_codes
 from kvq.quantize.solvers import SOLVERS
-from kvq.quantize.types import ModuleResult, SolvedBatch, SolverBatch
+from kvq.quantize.types import ModuleResult, Outcome, SolvedBatch, SolverBatch
 from kvq.recipes.schema import Recipe
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
@@ -71,6 +71,8 @@ class LayerSolver:
     capture: Capture | None
     progress: Callable[[str], None]
     _solved: SolvedLayer = field(default_factory=SolvedLayer)
+    _host: HostBlocks = field(default_factory=HostBlocks)
+    _noted: list[Callable[[], list[ModuleResult]]] = field(default_factory=list)
     _gate_up: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     _down: dict[int, Callable[[], Tensor]] = field(default_factory=dict)
     _hidden: dict[int, Tensor] = field(default_factory=dict)
@@ -91,6 +93,8 @@ class LayerSolver:
                 self._solve_down(experts, weights(), down_mean)
             if self.capture is not None:
                 self._solved.output_TH = self._output(self.capture)
+        for results in self._noted:
+            self._solved.results += results()
         return self._solved
 
     def _loaded(
@@ -216,32 +220,45 @@ class LayerSolver:
         return output_TH
 
     def _record(self, experts: range, batch: SolverBatch, solved: SolvedBatch, rows: dict[str, slice]) -> None:
-        """Pack each projection and note its errors."""
+        """Pack each projection and note its errors, without waiting for a GPU."""
         delta_EOC = from_codes(solved.codes_EOI, solved.scale_EOG) - batch.weight_EOI
-        down, step = "down_proj" in rows, report_step([part.indices(delta_EOC.shape[1]) for part in rows.values()])
+        step = report_step([part.indices(delta_EOC.shape[1]) for part in rows.values()])
         moments = [None] if batch.hessian_EII is None else [None, batch.hessian_EII]
         values = [value[:, ::step] for value in (delta_EOC, batch.weight_EOI)]
         energies = [_row_energy(value, moment) for moment in moments for value in values]
-        errors = torch.stack(energies).cpu()  # at once: each copy waits for the device
-        packed = pack_batch(solved.codes_EOI, solved.scale_EOG)
+        packed = pack_batch(solved.codes_EOI, solved.scale_EOG, self._host)
+        for index, expert in enumerate(experts):
+            for projection, part in rows.items():
+                self._solved.tensors |= packed.module(self.module_name(expert, projection), index, part)
+        dampening = None if batch.hessian_EII is None else solved.dampening
+        sampled = {
+            projection: slice(part.start and part.start // step, part.stop and part.stop // step)
+            for projection, part in rows.items()
+        }
+        self._noted.append(partial(self._results, experts, torch.stack(energies), solved.outcomes, dampening, sampled))
+
+    def _results(
+        self, experts: range, energies: Tensor, outcomes: Sequence[Outcome], dampening: Sequence[float] | None,
+        rows: dict[str, slice],
+    ) -> list[ModuleResult]:  # fmt: skip
+        """Of a chunk. `energies` are those of errors and of weights by row, plain and, with data, under the moment."""
+        errors, found = energies.cpu(), []
+        borrowed = borrowed_tokens(self.recipe, "down_proj" in rows)
         for index, expert in enumerate(experts):
             tokens = None if self.capture is None else self.capture.count(expert)
-            borrowed = None if tokens is None else borrowed_share(tokens, borrowed_tokens(self.recipe, down))
             for projection, part in rows.items():
-                name = self.module_name(expert, projection)
-                sampled = slice(part.start and part.start // step, part.stop and part.stop // step)
-                self._solved.tensors |= packed.module(name, index, part)
-                self._solved.results.append(
+                found.append(
                     ModuleResult(
-                        name=name,
-                        outcome=solved.outcomes[index],
+                        name=self.module_name(expert, projection),
+                        outcome=outcomes[index],
                         num_tokens=tokens,
-                        blend_weight=borrowed,
-                        dampening_frac=None if batch.hessian_EII is None else solved.dampening[index],
-                        relative_weight_error=_relative(errors[:2], index, sampled),
-                        relative_output_error=_relative(errors[2:], index, sampled) if len(errors) > 2 else None,
+                        blend_weight=None if tokens is None else borrowed_share(tokens, borrowed),
+                        dampening_frac=None if dampening is None else dampening[index],
+                        relative_weight_error=_relative(errors[:2], index, part),
+                        relative_output_error=_relative(errors[2:], index, part) if len(errors) > 2 else None,
                     )
                 )
+        return found
 
 
 def solve_batch(batch: SolverBatch, recipe: Recipe) -> SolvedBatch:

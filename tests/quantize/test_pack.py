@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.quantize.pack import pack_batch
+from kvq.quantize.pack import HostBlocks, pack_batch
 from tests import reference
 
 
 def pack_module(name: str, codes_OI: Tensor, scale_OG: Tensor) -> dict[str, Tensor]:
     """The second of three equal matrices, all its rows."""
-    packed = pack_batch(codes_OI.expand(3, -1, -1), scale_OG.expand(3, -1, -1))
+    packed = pack_batch(codes_OI.expand(3, -1, -1), scale_OG.expand(3, -1, -1), HostBlocks())
     return packed.module(name, 1, slice(None))
 
 
@@ -60,9 +60,36 @@ def test_packing_equals_reference_both_ways(rows: int, columns: int) -> None:
 def test_rows_of_a_stack_are_packed_whole() -> None:
     codes_OI = torch.randint(-8, 8, (6, 64), generator=torch.Generator().manual_seed(1)).to(torch.int8)
     scale_OG = torch.arange(1, 13).reshape(6, 2).to(torch.bfloat16)
-    tensors = pack_batch(codes_OI.unsqueeze(0), scale_OG.unsqueeze(0)).module("m", 0, slice(2, 4))
+    tensors = pack_batch(codes_OI.unsqueeze(0), scale_OG.unsqueeze(0), HostBlocks()).module("m", 0, slice(2, 4))
     assert torch.equal(reference.unpack(tensors["m.weight_packed"]), codes_OI[2:4])
     assert tensors["m.weight_scale"].tolist() == [[5, 6], [7, 8]]
+
+
+def carved(host: HostBlocks, *sizes: int) -> list[Tensor]:
+    return [host.carve(torch.Size((size,)), torch.int16).fill_(number) for number, size in enumerate(sizes)]
+
+
+def test_carved_tensors_share_blocks_and_no_bytes() -> None:
+    tensors = carved(HostBlocks(page_locked=False, block_bytes=1024), 200, 3, 250, 900, 1)
+    for number, tensor in enumerate(tensors):
+        assert tensor.is_contiguous() and set(tensor.tolist()) == {number}
+        assert tensor.data_ptr() % 64 == 0
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    assert storages[0] == storages[1] == storages[2]  # 400, 6 and 500 bytes, in 64ths: 1,024
+    assert len(set(storages)) == 3  # 1,800 bytes get a block of their own
+
+
+def test_only_what_is_carved_next_holds_a_block() -> None:
+    host = HostBlocks(page_locked=False, block_bytes=128)
+    full, other = carved(host, 64, 32)
+    assert host._left.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    assert host._left.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+
+
+def test_what_is_on_the_host_is_not_copied() -> None:
+    value = torch.arange(6).reshape(2, 3)
+    assert HostBlocks().copy(value).data_ptr() == value.data_ptr()
+    assert HostBlocks().copy(value.T).is_contiguous()
 
 
 def test_scales_that_are_not_what_is_stored_are_our_mistake() -> None:
