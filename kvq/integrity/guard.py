@@ -61,6 +61,7 @@ class Guard:
         self.counters = Counters()
         self.incidents = Incidents(scheduler, self.tags, self.counters)
         self.inserting_row: int | None = None
+        self.matched_len = 0  # of the key inserted last, the tokens that the prefix cache had already
         self._pending: deque[Pending] = deque()
         self._swept: Pending | None = None
         self._buffers = [self._host((slots_RS.shape[0] + 1, VERDICT_FIELDS)) for _ in range(_BUFFERS)]
@@ -107,14 +108,16 @@ class Guard:
         self.tags.reset()
         self.incidents.emptied()
 
-    def inserted(self, prefix_len: int, key_len: int) -> None:
-        """The prefix cache took what it did not have yet of the row at work."""
-        if self.inserting_row is not None:
-            self.tags.give_to_cache(self.inserting_row, prefix_len // self.page_size, key_len // self.page_size)
+    def inserted(self, prefix_len: int, slots_N: Tensor) -> None:
+        """The prefix cache took what it did not have yet of the row at work; `slots_N`: its copy of the row's slots."""
+        self.matched_len = prefix_len
+        if self.inserting_row is not None and len(slots_N) > prefix_len:
+            first, end = prefix_len // self.page_size, len(slots_N) // self.page_size
+            self.tags.give_to_cache(self.inserting_row, first, end, slots_N[prefix_len:])
 
     def uncached(self, slots_N: Tensor) -> None:
         """The prefix cache gave up one of its entries."""
-        self.tags.evict(slots_N[:: self.page_size] // self.page_size)
+        self.tags.evict(slots_N if self.page_size == 1 else slots_N[:: self.page_size] // self.page_size)
 
     # A step
 
@@ -234,7 +237,7 @@ class Guard:
         if slots_N is not None:
             pages_N = slots_N[:: self.page_size] // self.page_size
             found_BF[0, 0] = self.tags.cache_mismatches(pages_N).sum()
-        found_BF[0, 1] = (self.tags.tag_P[self.allocator.free_pages.long()] > 0).sum()
+        found_BF[0, 1] = self.tags.held(self.allocator.free_pages).sum()
         self._swept = self._send([], found_BF, self._sweep_buffer)
 
     def _send(self, reqs: list[Any], values_BF: Tensor, buffer_BF: Tensor) -> Pending:

@@ -124,14 +124,15 @@ def around_cache_unfinished(original: Callable[..., Any], cache: Any, req: Any, 
         result = original(cache, req, chunked)
     finally:
         _GUARD.inserting_row = None
-    if req.cache_protected_len > before:
-        _GUARD.tags.adopt(row, before // size, req.cache_protected_len // size)
+    # The row goes on with what the cache had of it; of what the cache took, it is the holder and has the record.
+    if _GUARD.matched_len > before:
+        _GUARD.tags.adopt(row, before // size, _GUARD.matched_len // size)
     return result
 
 
 def after_insert(result: Any, cache: Any, params: Any) -> None:
     if _GUARD is not None and params.value is not None:
-        _GUARD.inserted(result.prefix_len, len(params.value))
+        _GUARD.inserted(result.prefix_len, params.value)
 
 
 def before_delete_leaf(_cache: Any, node: Any) -> None:

@@ -1,7 +1,14 @@
 """The operations of `table` that run in every step or with every request, as one Triton kernel each.
 
-Same results as `PageTags`, as the tests make sure; here nothing waits for the device. Shape suffixes as in `table`.
+Same results as `PageTags`, as the tests make sure; here nothing waits for the device. What the pages of single requests
+and of single cache entries call for is put off until an operation needs it, and is then done for all of them at once:
+64 requests that begin or end together would otherwise be hundreds of launches while the GPU has nothing else to do.
+
+Shape suffixes as in `table`; G = gifts to the cache, K = what is known of each.
 """
+
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
@@ -18,10 +25,33 @@ _FIELDS = tl.constexpr(VERDICT_FIELDS)
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Gift:
+    """Pages [first, first + count) of a row, which the cache took; all their slots."""
+
+    row: int
+    first: int
+    count: int
+    slots_N: Tensor
+
+
 class TritonPageTags(PageTags):
     """`PageTags` for a page table on a GPU."""
 
+    def __init__(self, slots_RS: Tensor, num_pages: int, page_size: int) -> None:
+        super().__init__(slots_RS, num_pages, page_size)
+        # What was put off. Gifts read tags, so either there are gifts or there is what changes tags and the cache's
+        # names; these two touch nothing in common.
+        self._gifts: list[_Gift] = []
+        self._freed: list[Tensor] = []
+        self._evicted: list[Tensor] = []
+
+    def apply(self) -> None:
+        self._apply_gifts()
+        self._apply_releases()
+
     def grow(self, rows_B: Tensor, old_lens_B: Tensor, new_lens_B: Tensor | None, max_new_pages: int) -> None:
+        self.apply()
         batch = rows_B.shape[0]
         first_serial = self.take_serials(batch * max_new_pages)
         _grow_kernel[(batch,)](
@@ -32,34 +62,63 @@ class TritonPageTags(PageTags):
         )  # fmt: skip
 
     def free(self, pages_N: Tensor) -> None:
-        count = pages_N.shape[0]
-        if count:
-            _free_kernel[(triton.cdiv(count, BLOCK),)](
-                pages_N, pages_N.stride(0), self.tag_P, self.double_frees, count, BLOCK=BLOCK
-            )
+        self._apply_gifts()
+        if pages_N.shape[0]:
+            # The engine overwrites a row while what was freed of it is still waiting here.
+            is_view = pages_N.untyped_storage().data_ptr() == self.slots_RS.untyped_storage().data_ptr()
+            self._freed.append(pages_N.clone() if is_view else pages_N)
 
     def adopt(self, row: int, first: int, end: int) -> None:
+        self.apply()
         if end > first:
             _adopt_kernel[(triton.cdiv(end - first, BLOCK),)](
                 row, first, end, self.slots_RS, self.cached_P, self.record_RJ,
                 self.slots_RS.stride(0), self.record_RJ.stride(0), PAGE_SIZE=self.page_size, BLOCK=BLOCK,
             )  # fmt: skip
 
-    def give_to_cache(self, row: int, first: int, end: int) -> None:
+    def give_to_cache(self, row: int, first: int, end: int, slots_N: Tensor | None = None) -> None:
+        self._apply_releases()
         if end > first:
-            _give_kernel[(triton.cdiv(end - first, BLOCK),)](
-                row, first, end, self.slots_RS, self.tag_P, self.cached_P, self.named_P, self.record_RJ,
-                self.slots_RS.stride(0), self.record_RJ.stride(0), PAGE_SIZE=self.page_size, BLOCK=BLOCK,
-            )  # fmt: skip
+            if slots_N is None:
+                slots_N = self.slots_RS[row, first * self.page_size : end * self.page_size].long()
+            self._gifts.append(_Gift(row, first, end - first, slots_N))
 
     def evict(self, pages_N: Tensor) -> None:
-        count = pages_N.shape[0]
-        if count:
+        self._apply_gifts()
+        if pages_N.shape[0]:
+            self._evicted.append(pages_N)
+
+    def _apply_gifts(self) -> None:
+        if not self._gifts:
+            return
+        gifts, self._gifts = self._gifts, []
+        starts = accumulate((len(gift.slots_N) for gift in gifts), initial=0)
+        known = [[gift.row, gift.first, gift.count, start] for gift, start in zip(gifts, starts, strict=False)]
+        device = self.slots_RS.device
+        known_GK = torch.tensor(known, dtype=torch.int64, pin_memory=device.type == "cuda")
+        blocks = triton.cdiv(max(gift.count for gift in gifts), BLOCK)
+        _give_kernel[(len(gifts), blocks)](
+            known_GK.to(device, non_blocking=True), torch.cat([gift.slots_N for gift in gifts]),
+            self.tag_P, self.cached_P, self.named_P, self.record_RJ, self.record_RJ.stride(0),
+            PAGE_SIZE=self.page_size, BLOCK=BLOCK,
+        )  # fmt: skip
+
+    def _apply_releases(self) -> None:
+        if self._freed:
+            pages_N, count = _joined(self._freed)
+            _free_kernel[(triton.cdiv(count, BLOCK),)](
+                pages_N, pages_N.stride(0), self.tag_P, self.double_frees, count, BLOCK=BLOCK
+            )
+            self._freed = []
+        if self._evicted:
+            pages_N, count = _joined(self._evicted)
             _evict_kernel[(triton.cdiv(count, BLOCK),)](
                 pages_N, pages_N.stride(0), self.cached_P, self.named_P, count, BLOCK=BLOCK
             )
+            self._evicted = []
 
     def check(self, rows_B: Tensor, max_pages: int, *, writes: Writes | None) -> Tensor:
+        self.apply()
         batch = rows_B.shape[0]
         verdict_BF = torch.empty((batch + 1, VERDICT_FIELDS), dtype=torch.int32, device=rows_B.device)
         slots_T, lengths_B = (None, None) if writes is None else (writes.slots_T, writes.lengths_B)
@@ -70,6 +129,11 @@ class TritonPageTags(PageTags):
             PAGE_SIZE=self.page_size, BATCH_BLOCK=BATCH_BLOCK, BLOCK=BLOCK,
         )  # fmt: skip
         return verdict_BF
+
+
+def _joined(parts: list[Tensor]) -> tuple[Tensor, int]:
+    pages_N = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return pages_N, pages_N.shape[0]
 
 
 def compile_all(device: torch.device, page_size: int, slots_per_row: int) -> None:
@@ -87,8 +151,10 @@ def compile_all(device: torch.device, page_size: int, slots_per_row: int) -> Non
     for pages_N in (ones_B, ones_B.int()):
         tags.free(pages_N)
         tags.evict(pages_N)
+        tags.apply()
     tags.adopt(1, 0, 1)
     tags.give_to_cache(1, 0, 1)
+    tags.apply()
     for writes in (None, Writes(), Writes(ones_B.clone()), Writes(ones_B.clone(), ones_B)):
         tags.check(ones_B, 1, writes=writes)
 
@@ -123,8 +189,9 @@ def _free_kernel(pages, pages_stride, tags, double_frees, count, BLOCK: tl.const
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     page = tl.load(pages + at * pages_stride, mask=at < count, other=0)
     tag = tl.load(tags + page, mask=at < count, other=1)
-    tl.store(tags + page, -tl.abs(tag), mask=at < count)
-    doubled = tl.sum((tag <= 0).to(tl.int32))
+    # A page that is listed twice is freed once, whoever comes first.
+    before = tl.atomic_cas(tags + page, tl.where((at < count) & (tag > 0), tag, _NO_INDEX), -tag, sem="relaxed")
+    doubled = tl.sum(((at < count) & ((tag <= 0) | (before != tag))).to(tl.int32))
     if doubled > 0:
         tl.atomic_add(double_frees, doubled)
 
@@ -141,20 +208,21 @@ def _adopt_kernel(
     tl.store(records + row * record_stride + index, tl.maximum(tag, 0), mask=used)
 
 
-@triton.jit(do_not_specialize=["row", "first", "end"])
+@triton.jit(do_not_specialize=["known", "given_slots"])
 def _give_kernel(
-    row, first, end, slots, tags, cached, named, records, slots_stride, record_stride,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = row.to(tl.int64)
-    index = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    used = index < end
-    page = tl.load(slots + row * slots_stride + index * PAGE_SIZE, mask=used, other=0) // PAGE_SIZE
+    known, given_slots, tags, cached, named, records, record_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    of_gift = known + tl.program_id(0) * 4
+    row, first, count = tl.load(of_gift), tl.load(of_gift + 1), tl.load(of_gift + 2)
+    step = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = step < count
+    page = tl.load(given_slots + tl.load(of_gift + 3) + step * PAGE_SIZE, mask=used, other=0) // PAGE_SIZE
+    index = first + step
     record = tl.load(records + row * record_stride + index, mask=used, other=0)
     tag = tl.load(tags + page, mask=used, other=0)
     before = tl.atomic_add(named + page, 1, mask=used, sem="relaxed")
     sound = used & (before == 0) & (record == tag) & (record > 0)
-    # A page that this row names twice: whichever comes first, it ends as disputed.
+    # A page that is named twice, by one row or by two: whichever comes first, it ends as disputed.
     tl.atomic_cas(cached + page, tl.where(sound, _NOT_CACHED, _NO_INDEX), record, sem="relaxed")
     tl.atomic_min(cached + page, _DISPUTED, mask=used & ~sound, sem="relaxed")
 

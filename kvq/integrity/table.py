@@ -81,6 +81,9 @@ class PageTags:
         self.double_frees = torch.zeros(1, dtype=torch.int32, device=device)
         self._next_serial = 1
 
+    def apply(self) -> None:
+        """Applies what `free`, `evict` and `give_to_cache` have put off. The plain form puts nothing off."""
+
     # Allocation and release
 
     def take_serials(self, count: int) -> int:
@@ -97,6 +100,7 @@ class PageTags:
         `max_new_pages` bounds the pages that one row gained, at least 1. A page that is still held keeps its tag, while
         the row records the serial that it was promised: the newcomer's record is wrong then, not the holder's.
         """
+        self.apply()
         first_serial = self.take_serials(rows_B.shape[0] * max_new_pages)
         rows_B = rows_B.long()
         new_lens_B = old_lens_B + 1 if new_lens_B is None else new_lens_B
@@ -125,6 +129,7 @@ class PageTags:
 
     def reset(self) -> None:
         """All pages are free: the engine emptied its pool."""
+        self.apply()
         self.tag_P.copy_(-self.tag_P.abs())
         self.forget_cache()
 
@@ -135,15 +140,20 @@ class PageTags:
 
         Not the tags that they have now: those are another's, if the cache lost the page.
         """
+        self.apply()
         self.record_RJ[row, first:end] = self.cached_P[self._page_range(row, first, end)].clamp(min=0)
 
-    def give_to_cache(self, row: int, first: int, end: int) -> None:
-        """The cache took pages [first, end) of this row, under the tags that the row had recorded.
+    def give_to_cache(self, row: int, first: int, end: int, slots_N: Tensor | None = None) -> None:
+        """The cache took pages [first, end) of this row, under the tags that the row had recorded. `slots_N` are all
+        slots of these pages as the cache copied them, in int64; None: what the row names now.
 
         A page that another entry of the cache names as well, or whose tag is another, is disputed: no request may read
         it until no entry names it.
         """
-        page_J, record_J = self._page_range(row, first, end), self.record_RJ[row, first:end]
+        page_J = self._page_range(row, first, end)
+        if slots_N is not None:
+            page_J = slots_N[:: self.page_size] // self.page_size
+        record_J = self.record_RJ[row, first:end]
         self.named_P.scatter_add_(0, page_J, torch.ones_like(record_J))
         sound_J = (self.named_P[page_J] == 1) & (self.tag_P[page_J] == record_J) & (record_J > 0)
         self.cached_P[page_J] = torch.where(sound_J, record_J, DISPUTED)
@@ -156,15 +166,22 @@ class PageTags:
 
     def forget_cache(self) -> None:
         """The cache was emptied at once."""
+        self.apply()
         self.cached_P.fill_(NOT_CACHED)
         self.named_P.zero_()
 
     def cache_mismatches(self, pages_N: Tensor) -> Tensor:
         """Boolean per page: the cache names it, yet its tag is no longer the one under which the cache took it."""
+        self.apply()
         pages_N = pages_N.long()
         cached_N, tag_N = self.cached_P[pages_N], self.tag_P[pages_N]
         stand_in_N = (cached_N == STAND_IN) & (tag_N > 0)
         return ~stand_in_N & ((cached_N != tag_N) | (tag_N <= 0))
+
+    def held(self, pages_N: Tensor) -> Tensor:
+        """Boolean per page: somebody's allocation holds it."""
+        self.apply()
+        return self.tag_P[pages_N.long()] > 0
 
     # The check
 
@@ -175,6 +192,7 @@ class PageTags:
         `writes`, entries that fail are pointed at the padding page, and so is all that the coming forward would write
         for their requests: it neither reads nor writes a foreign page.
         """
+        self.apply()
         rows_B = rows_B.long()
         index_J = torch.arange(max_pages, device=rows_B.device)
         page_BJ = self._page(rows_B[:, None], index_J)
@@ -210,6 +228,7 @@ class PageTags:
         was given. Returns how many were lent, or None when `lend` had none: then nothing of the row may be freed.
         Where an entry had been overwritten, the page that belongs there is among the `orphans`.
         """
+        self.apply()
         record_J, page_J = self.record_RJ[row, held_from:end], self._page_range(row, held_from, end)
         unsound_J = (self.tag_P[page_J] != record_J) | (record_J <= 0)
         lost = (unsound_J.nonzero().flatten() + held_from).tolist()
@@ -225,6 +244,7 @@ class PageTags:
 
     def hold(self, page: int) -> int:
         """Tags one page that a repair took from the pool; returns the tag."""
+        self.apply()
         tag = self.take_serials(1)
         self.tag_P[page] = tag
         return tag
@@ -232,17 +252,20 @@ class PageTags:
     def stand_in(self, lost: int, page: int) -> None:
         """The cache names `page`, which `hold` has tagged, where it named a page that it lost."""
         self.evict(torch.tensor([lost], device=self.tag_P.device))
+        self.apply()
         self.named_P[page] = 1
         self.cached_P[page] = STAND_IN
 
     def orphans(self, named_N: Tensor) -> Tensor:
         """Pages tagged as held that are not in `named_N`: with nothing running, those that are cached or free."""
+        self.apply()
         known_P = torch.zeros_like(self.tag_P, dtype=torch.bool)
         known_P[named_N.long()] = True
         return ((self.tag_P > 0) & ~known_P).nonzero().flatten()
 
     def sound_free_list(self, pages_N: Tensor) -> Tensor:
         """The free list without pages that are held, the padding page, and second copies; order is kept."""
+        self.apply()
         ordered_N, from_N = torch.sort(pages_N, stable=True)
         first_N = torch.ones_like(ordered_N, dtype=torch.bool)
         first_N[1:] = ordered_N[1:] != ordered_N[:-1]

@@ -106,9 +106,6 @@ class Machine:
         self.nodes.append(node)
         self.disputed |= {entry.page for entry in taken if self._names(entry.page) > 1}
         self.tags.give_to_cache(row, request.cached, full)
-        self.tags.adopt(row, request.cached, full)
-        for index, entry in enumerate(taken, start=request.cached):
-            request.entries[index] = self._adopted(entry)
         request.nodes.append(node)
         request.cached = full
         return True
