@@ -1,7 +1,8 @@
 """KV page tags on a real SGLang 0.5.17: false alarms, faults, cost. One table each; see docs/integrity.md.
 
-    python benchmarks/sglang/page_tags.py alarms MODEL [--requests 10000]
-    python benchmarks/sglang/page_tags.py faults MODEL [--requests 3000] [--rate 0.02] [--kinds free+swap+double]
+    python benchmarks/sglang/page_tags.py alarms MODEL [--requests 10000] [--once]
+    python benchmarks/sglang/page_tags.py faults MODEL [--requests 3000] [--once] [--rate 0.02]
+                                                       [--kinds free+swap+double]
     python benchmarks/sglang/page_tags.py cost MODEL [--at-once 1 4 8 32 64] [--pairs 5]
     all: [--out DIR] [--resume DIR] [--page-size 1] [--set flag=value ...]
 
@@ -12,8 +13,10 @@ that another run finished. The server's log lies beside it. Needs SGLang on PYTH
 
 alarms   one load with shared prefixes, chunked prefill, retraction under memory pressure and aborts by clients, twice
          without the plugin and once with it. The first two say how far SGLang itself gives the same tokens twice.
-faults   the same load without and with faults at random times. Which requests a fault touches is in the server's log.
-cost     two servers at once, one without and one with the plugin; rounds alternate between them.
+faults   the same load twice without and once with faults at random times. Which requests a fault touches is in the
+         server's log. --once: alarms and faults without their second run, for models whose tokens are compared elsewhere.
+cost     two servers at once, one without and one with the plugin; rounds alternate between them, and the first pair of
+         each number of requests is not counted.
 """
 
 import argparse
@@ -114,14 +117,15 @@ def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[int
 def alarms(arguments: argparse.Namespace, results: Results) -> str:
     load = mixed_load(1, arguments.requests)
     off, on = {}, {"KVQ_KV_TAGS": "abort", "KVQ_KV_TAGS_SWEEP_SECONDS": "5"}
-    for name, tags in (("without", off), ("without-again", off), ("with", on)):
+    again = () if arguments.once else (("without-again", off),)
+    for name, tags in (("without", off), *again, ("with", on)):
         run_load(arguments, results, name, load, tags)
     lines = [
         "| run | requests | cut by clients | retractions | violations | errors | other tokens than in the first run |",
         "|---|---|---|---|---|---|---|",
     ]
     base = results["without"]["answers"]
-    for name in ("without", "without-again", "with"):
+    for name in ("without", *(name for name, _ in again), "with"):
         part = results[name]
         both, other = compare(base, part["answers"])
         found = part["health"]["violations"] if part["health"] else "-"
@@ -137,7 +141,8 @@ def faults(arguments: argparse.Namespace, results: Results) -> str:
     load = mixed_load(2, arguments.requests)
     tags = {"KVQ_KV_TAGS": "abort", "KVQ_KV_TAGS_SWEEP_SECONDS": "1"}
     injected = {**tags, "KVQ_KV_TAGS_FAULTS": f"rate={arguments.rate},seed=5,kinds={arguments.kinds}"}
-    for name, environment in (("sound", tags), ("sound-again", tags), ("faulty", injected)):
+    again = () if arguments.once else (("sound-again", tags),)
+    for name, environment in (("sound", tags), *again, ("faulty", injected)):
         run_load(arguments, results, name, load, environment)
     return fault_table(results)
 
@@ -166,7 +171,7 @@ def fault_table(results: Results) -> str:
         )
     bystanders = [rid for rid in answers if rid not in touched and rid not in ended]
     both, other_count = compare([sound[rid] for rid in bystanders], [answers[rid] for rid in bystanders])
-    again = compare(base, results["sound-again"]["answers"])
+    again = compare(base, results["sound-again"]["answers"]) if "sound-again" in results else ("not run", "not run")
     errors = [answer for answer in part["answers"] if answer["status"] >= 500]
     partial = sum(
         answers[rid]["tokens"] != sound[rid]["tokens"][: len(answers[rid]["tokens"])] for rid in ended if rid in answers
@@ -193,12 +198,15 @@ def cost(arguments: argparse.Namespace, results: Results) -> str:
             "on": stack.enter_context(server(arguments, STEADY, "on-tags", on)),
         }
         for at_once in arguments.at_once:
-            for pair in range(arguments.pairs):
-                name = f"{at_once}/{pair}"
-                if name in results or time.monotonic() > deadline:
-                    continue
+            wanted = [pair for pair in range(arguments.pairs) if f"{at_once}/{pair}" not in results]
+            for pair in [arguments.pairs, *wanted] if wanted else []:
+                if time.monotonic() > deadline:
+                    break
                 order = ("off", "on") if pair % 2 else ("on", "off")
                 measured = {which: measure(ports[which], at_once, pair, arguments.rounds) for which in order}
+                if pair == arguments.pairs:  # servers still warm up
+                    continue
+                name = f"{at_once}/{pair}"
                 results[name] = measured
                 say(f"{name}: {json.dumps(measured)}")
     return cost_table(arguments, results)
@@ -258,6 +266,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FLAG=VALUE", help="server flags, over the script's own"
     )
+    parser.add_argument("--once", action="store_true", help="alarms, faults: no second run")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "./out")))
     arguments = parser.parse_args()
