@@ -14,7 +14,7 @@ that another run finished. The server's log lies beside it. Needs SGLang on PYTH
 alarms   one load with shared prefixes, chunked prefill, retraction under memory pressure and aborts by clients, twice
          without the plugin and once with it. The first two say how far SGLang itself gives the same tokens twice.
 faults   the same load twice without and once with faults at random times. Which requests a fault touches is in the
-         server's log. --once: alarms and faults without their second run, for models whose tokens are compared elsewhere.
+         server's log. --once: no second run without the plugin, or without faults.
 cost     two servers at once, one without and one with the plugin; rounds alternate between them, and the first pair of
          each number of requests is not counted.
 """
