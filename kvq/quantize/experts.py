@@ -93,7 +93,8 @@ class LayerSolver:
                 self._solve_down(experts, weights(), down_mean)
             if self.capture is not None:
                 self._solved.output_TH = self._output(self.capture)
-        for results in self._noted:
+        noted, self._noted = self._noted, []  # they hold this solver, and it the layer's tokens
+        for results in noted:
             self._solved.results += results()
         return self._solved
 

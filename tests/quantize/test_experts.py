@@ -3,6 +3,9 @@
 Shape suffixes: T = tokens, H = hidden size, I = expert width, J = 2 I, E = experts, C = columns.
 """
 
+import gc
+import weakref
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -154,6 +157,20 @@ def test_output_equals_the_plain_forward(layer: TinyLayer, propagate: bool, pass
     written = written_gate_up(solved.tensors), written_down(solved.tensors)
     used = written if propagate else (layer.gate_up_EJH, layer.down_EHI)
     close(solved.output_TH, layer.forward(*used), rtol=1e-5)
+
+
+def test_a_solved_layer_holds_nothing_but_its_result(layer: TinyLayer) -> None:
+    """Tokens of a real layer are 13 GB of a GPU: they must not wait for the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        capture = replace(layer.capture(), x_TH=layer.x_TH.clone())
+        tokens = weakref.ref(capture.x_TH)
+        solved = layer.solver(recipe(), capture).solve()
+        del capture
+        assert solved.results and tokens() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("report_rows", "step"), [(512, 1), (16, 4)])

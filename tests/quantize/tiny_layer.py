@@ -62,15 +62,18 @@ class TinyLayer:
     def forward(self, gate_up_EJH: Tensor, down_EHI: Tensor) -> Tensor:
         return reference.moe_forward(self.x_TH, self.expert_TK, self.weight_TK, gate_up_EJH, down_EHI)
 
+    def capture(self) -> Capture:
+        return Capture.of(self.x_TH, sort_by_expert(self.expert_TK, self.weight_TK, NUM_EXPERTS), Ranks())
+
     def solve(self, recipe: Recipe, with_data: bool = True) -> SolvedLayer:
-        routing = sort_by_expert(self.expert_TK, self.weight_TK, NUM_EXPERTS)
-        capture = Capture.of(self.x_TH, routing, Ranks()) if with_data else None
-        solver = LayerSolver(
+        return self.solver(recipe, self.capture() if with_data else None).solve()
+
+    def solver(self, recipe: Recipe, capture: Capture | None) -> LayerSolver:
+        return LayerSolver(
             self, recipe, 7, NUM_EXPERTS, expert_chunks(range(NUM_EXPERTS), NUM_EXPERTS, "cpu", 2 * INTER, HIDDEN),
             lambda expert, projection: f"e{expert}.{projection}",
             torch.device("cpu"), capture, lambda text: None,
         )  # fmt: skip
-        return solver.solve()
 
 
 def tiny_layer() -> TinyLayer:
