@@ -15,8 +15,8 @@ alarms   one load with shared prefixes, chunked prefill, retraction under memory
          without the plugin and once with it. The first two say how far SGLang itself gives the same tokens twice.
 faults   the same load twice without and once with faults at random times. Which requests a fault touches is in the
          server's log. --once: no second run without the plugin, or without faults.
-cost     two servers at once, one without and one with the plugin; rounds alternate between them, and the first pair of
-         each number of requests is not counted.
+cost     two servers at once, one without and one with the plugin; rounds alternate between them, after one of each
+         number of requests that is not counted. Time for them: --budget-s, once both servers answer.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from page_tags_client import Load, answer_all, get_json, mixed_load, steady_load
 from page_tags_server import serving_tagged
 
 PORT = 30211
+APART = 2000  # a server takes ports of its own up to 1,000 above its first
 COMMON: dict[str, Any] = {
     "skip-tokenizer-init": True, "attention-backend": "triton", "sampling-backend": "pytorch",
     "grammar-backend": "none", "disable-shared-experts-fusion": True, "moe-runner-backend": "triton",
@@ -52,6 +54,7 @@ STEADY: dict[str, Any] = {
     "mem-fraction-static": 0.42, "max-total-tokens": 120_000, "chunked-prefill-size": 8192,
     "cuda-graph-bs-decode": [1, 4, 8, 32, 64],
 }  # fmt: skip
+TAGS = {"KVQ_KV_TAGS": "abort"}
 VIOLATION = re.compile(r"KV page tag mismatch: .* for request \S+ (\{.*\})")
 FAULT = re.compile(r"KV page fault injected (\{.*\})")
 
@@ -76,9 +79,11 @@ class Results:
 
 
 @contextmanager
-def server(arguments: argparse.Namespace, settings: dict[str, Any], log: str, tags: dict[str, str]) -> Iterator[int]:
+def server(
+    arguments: argparse.Namespace, settings: dict[str, Any], log: str, tags: dict[str, str], offset: int = 0
+) -> Iterator[int]:
     """A server with these settings and this environment; its port."""
-    port = arguments.port + len(log)
+    port = arguments.port + offset + len(log)
     own = {"model-path": str(arguments.model), "page-size": arguments.page_size, **settings, **arguments.settings}
     started = time.monotonic()
     with serving_tagged({**COMMON, **own}, arguments.out / f"{log}.log", tags, port):
@@ -116,7 +121,7 @@ def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[int
 
 def alarms(arguments: argparse.Namespace, results: Results) -> str:
     load = mixed_load(1, arguments.requests)
-    off, on = {}, {"KVQ_KV_TAGS": "abort", "KVQ_KV_TAGS_SWEEP_SECONDS": "5"}
+    off, on = {}, {**TAGS, "KVQ_KV_TAGS_SWEEP_SECONDS": "5"}
     again = () if arguments.once else (("without-again", off),)
     for name, tags in (("without", off), *again, ("with", on)):
         run_load(arguments, results, name, load, tags)
@@ -139,7 +144,7 @@ def alarms(arguments: argparse.Namespace, results: Results) -> str:
 
 def faults(arguments: argparse.Namespace, results: Results) -> str:
     load = mixed_load(2, arguments.requests)
-    tags = {"KVQ_KV_TAGS": "abort", "KVQ_KV_TAGS_SWEEP_SECONDS": "1"}
+    tags = {**TAGS, "KVQ_KV_TAGS_SWEEP_SECONDS": "1"}
     injected = {**tags, "KVQ_KV_TAGS_FAULTS": f"rate={arguments.rate},seed=5,kinds={arguments.kinds}"}
     again = () if arguments.once else (("sound-again", tags),)
     for name, environment in (("sound", tags), *again, ("faulty", injected)):
@@ -190,23 +195,25 @@ def fault_table(results: Results) -> str:
 
 
 def cost(arguments: argparse.Namespace, results: Results) -> str:
-    deadline = time.monotonic() + arguments.budget_s
-    on = {"KVQ_KV_TAGS": "abort"}
-    with ExitStack() as stack:
-        ports = {
-            "off": stack.enter_context(server(arguments, STEADY, "off", {})),
-            "on": stack.enter_context(server(arguments, STEADY, "on-tags", on)),
-        }
-        for at_once in arguments.at_once:
-            wanted = [pair for pair in range(arguments.pairs) if f"{at_once}/{pair}" not in results]
-            for pair in [arguments.pairs, *wanted] if wanted else []:
-                if time.monotonic() > deadline:
-                    break
+    """Pair after pair goes through all numbers of requests, so that what the machine does for a while hits all of them,
+    and a run that is cut off has something of each."""
+    servers = {
+        "off": server(arguments, STEADY, "off", {}),
+        "on": server(arguments, STEADY, "on-tags", TAGS, APART),
+    }
+    with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
+        ports = dict(zip(servers, pool.map(stack.enter_context, servers.values()), strict=True))
+        deadline = time.monotonic() + arguments.budget_s
+        for at_once in arguments.at_once:  # servers still warm up
+            for port in ports.values():
+                measure(port, at_once, arguments.pairs, arguments.rounds)
+        for pair in range(arguments.pairs):
+            for at_once in arguments.at_once:
+                name = f"{at_once}/{pair}"
+                if name in results or time.monotonic() > deadline:
+                    continue
                 order = ("off", "on") if pair % 2 else ("on", "off")
                 measured = {which: measure(ports[which], at_once, pair, arguments.rounds) for which in order}
-                if pair == arguments.pairs:  # servers still warm up
-                    continue
-                name = f"{at_once}/{pair}"
                 results[name] = measured
                 say(f"{name}: {json.dumps(measured)}")
     return cost_table(arguments, results)
@@ -261,8 +268,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=4, help="cost: requests per measurement, times those at once")
     parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument("--port", type=int, default=PORT, help="side by side: 2,000 apart")
-    parser.add_argument("--budget-s", type=float, default=500, help="cost: no pair is begun later than this")
+    parser.add_argument("--port", type=int, default=PORT, help="side by side: 2,000 apart, after cost 4,000")
+    parser.add_argument("--budget-s", type=float, default=300, help="cost: no pair is begun later than this")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FLAG=VALUE", help="server flags, over the script's own"
     )
