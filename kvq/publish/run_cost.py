@@ -19,7 +19,7 @@ from kvq.recipes.tally import Kind
 PROFILES = resources.files("kvq.publish") / "profiles"
 COMPUTE_BYTES = {"cpu": 4, "cuda": 2}
 FLOAT_BYTES = 4
-CODE_BYTES = 0.5  # of a weight that is kept as its code
+CODE_BYTES, SCALE_BYTES = 0.5, 2  # of a weight that is kept as its code, and of its group
 BASE_BYTES = 10**9  # interpreter, torch and its libraries
 
 DeviceType = Literal["cpu", "cuda"]
@@ -64,7 +64,7 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
     tokens, inner = _own_sequences(plan) * recipe.max_seq_length, facts.moe_intermediate_size
     inputs = tokens * hidden * width
     downs = (3 if recipe.drift_correction else 2) * experts * inner * inner * FLOAT_BYTES
-    weight_bytes = CODE_BYTES if recipe.propagate_error else width
+    weight_bytes = CODE_BYTES + SCALE_BYTES / recipe.group_size if recipe.propagate_error else width
     held = int(experts * rows * hidden * weight_bytes)
     kept = min(KEPT_BYTES[device], tokens * int(facts.text_config["num_experts_per_tok"]) * inner * width)
     return [

@@ -13,6 +13,9 @@ class LoadingAhead:
     """Loads on a thread and a stream of its own, one thing after the other. On a CPU nothing is begun before it is
     asked for: there it would only compete with the solver.
 
+    Nothing is loaded before the GPU has reached the point at which the one before it was begun: a program that never
+    waits for its GPU would otherwise fill it with weights.
+
     Use as a context manager: leaving it waits for what was begun.
     """
 
@@ -23,12 +26,14 @@ class LoadingAhead:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="loading-ahead")
             new_stream: Any = torch.cuda.Stream  # has no types
             self._stream: torch.cuda.Stream = new_stream(device)
+        self._begun: Any = None  # the event
 
     def begin(self, load: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """What is returned gives the tensor, or raises what loading it raised; to be called once."""
         if self._thread is None:
             return load
-        loaded = self._thread.submit(self._load, load)
+        before, self._begun = self._begun, torch.cuda.current_stream(self._device).record_event()
+        loaded = self._thread.submit(self._load, load, before)
 
         def take() -> Tensor:
             value = loaded.result()
@@ -37,7 +42,9 @@ class LoadingAhead:
 
         return take
 
-    def _load(self, load: Callable[[], Tensor]) -> Tensor:
+    def _load(self, load: Callable[[], Tensor], reached: Any) -> Tensor:
+        if reached is not None:
+            reached.synchronize()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             value = load()
             self._stream.synchronize()

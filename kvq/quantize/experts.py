@@ -83,20 +83,26 @@ class LayerSolver:
 
     def solve(self) -> SolvedLayer:
         with torch.no_grad(), LoadingAhead(self.device) as ahead:
-            layer_mean = None if self.capture is None else self.capture.layer_mean()
-            for experts, weights in self._loaded(ahead, GATE_UP, self.source.expert_gate_up, DOWN):
-                self.progress(f"gate/up {experts.stop}/{self.num_experts}")
-                self._solve_gate_up(experts, weights(), layer_mean)
-            down_mean = self._pooled_down()
-            for experts, weights in self._loaded(ahead, DOWN, self.source.expert_down, ()):
-                self.progress(f"down {experts.stop}/{self.num_experts}")
-                self._solve_down(experts, weights(), down_mean)
+            self._solve_all_gate_up(ahead)
+            self._solve_all_down(ahead)
             if self.capture is not None:
                 self._solved.output_TH = self._output(self.capture)
         noted, self._noted = self._noted, []  # they hold this solver, and it the layer's tokens
         for results in noted:
             self._solved.results += results()
         return self._solved
+
+    def _solve_all_gate_up(self, ahead: LoadingAhead) -> None:
+        layer_mean = None if self.capture is None else self.capture.layer_mean()
+        for experts, weights in self._loaded(ahead, GATE_UP, self.source.expert_gate_up, DOWN):
+            self.progress(f"gate/up {experts.stop}/{self.num_experts}")
+            self._solve_gate_up(experts, weights(), layer_mean)
+
+    def _solve_all_down(self, ahead: LoadingAhead) -> None:
+        down_mean = self._pooled_down()
+        for experts, weights in self._loaded(ahead, DOWN, self.source.expert_down, ()):
+            self.progress(f"down {experts.stop}/{self.num_experts}")
+            self._solve_down(experts, weights(), down_mean)
 
     def _loaded(
         self, ahead: LoadingAhead, projections: Sequence[str], load: Callable[[int, range], Tensor],
@@ -210,9 +216,11 @@ class LayerSolver:
     def _output(self, capture: Capture) -> Tensor:
         """Of all experts, for the tokens of this rank: float32 [T, H]."""
         output_TH = torch.zeros_like(capture.x_TH, dtype=torch.float32)
+        ends = {experts.start: experts.stop for experts in self.chunks}
 
         def output_of(expert: int, tokens_TH: Tensor | None) -> Tensor:
-            self.progress(f"output {expert + 1 - capture.own.start}/{len(capture.own)}")
+            if expert in ends:  # not for each expert: progress may be written to a slow disk
+                self.progress(f"output {ends[expert]}/{self.num_experts}")
             gate_up, down = self._gate_up.pop(expert), self._down.pop(expert)
             hidden_TI = self._hidden.pop(expert) if tokens_TH is None else gated_activation(tokens_TH, gate_up())
             return F.linear(hidden_TI, down())

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvq.calibration.experts import gated_activation
 from kvq.quantize import experts as experts_module
+from kvq.quantize.capture import Capture
 from kvq.quantize.chunks import CHUNK_BYTES, KEPT_BYTES, num_kept
-from kvq.quantize.experts import SolvedLayer, report_step
+from kvq.quantize.experts import LayerSolver, SolvedLayer, report_step
 from kvq.quantize.gptq import solve_gptq
 from kvq.quantize.types import ModuleResult, SolverBatch
 from tests import reference
@@ -171,6 +172,39 @@ def test_a_solved_layer_holds_nothing_but_its_result(layer: TinyLayer) -> None:
         assert solved.results and tokens() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 2**28])
+@pytest.mark.parametrize("chunk_bytes", [1, 2**30])
+def test_what_a_layer_holds_goes_when_it_is_used(
+    layer: TinyLayer, kept_bytes: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics before the output is made, weights and kept inputs as they are used, means and weights of a chunk."""
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
+    monkeypatch.setitem(KEPT_BYTES, "cpu", kept_bytes)
+    loaded: list[weakref.ref[Tensor]] = []
+    held: list[int] = []
+    real_output, real_load = LayerSolver._output, TinyLayer.expert_down
+    real_mean = Capture.layer_mean
+
+    def noted(value: Tensor) -> Tensor:
+        loaded.append(weakref.ref(value))
+        return value
+
+    def output(self: LayerSolver, capture: Capture) -> Tensor:
+        assert not self._down_sums and not self._drift_sums
+        assert len(self._gate_up) == len(self._down) == NUM_EXPERTS
+        assert bool(self._hidden) == bool(kept_bytes)
+        held.append(sum(one() is not None for one in loaded))
+        return real_output(self, capture)
+
+    monkeypatch.setattr(LayerSolver, "_output", output)
+    monkeypatch.setattr(TinyLayer, "expert_down", lambda self, layer, experts: noted(real_load(self, layer, experts)))
+    monkeypatch.setattr(Capture, "layer_mean", lambda self: noted(real_mean(self)))
+    solver = layer.solver(recipe(drift_correction=True), layer.capture())
+    solver.solve()
+    assert loaded and held == [0]
+    assert not solver._gate_up and not solver._down and not solver._hidden and not solver._noted
 
 
 @pytest.mark.parametrize(("report_rows", "step"), [(512, 1), (16, 4)])
