@@ -16,7 +16,7 @@ alarms   one load with shared prefixes, chunked prefill, retraction under memory
 faults   the same load twice without and once with faults at random times. Which requests a fault touches is in the
          server's log. --once: no second run without the plugin, or without faults.
 cost     two servers at once, one without and one with the plugin; rounds alternate between them, after one of each
-         number of requests that is not counted. Time for them: --budget-s, once both servers answer.
+         number of requests that is not counted. Time for them: --budget-s, once all is warm.
 """
 
 import argparse
@@ -203,10 +203,10 @@ def cost(arguments: argparse.Namespace, results: Results) -> str:
     }
     with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
         ports = dict(zip(servers, pool.map(stack.enter_context, servers.values()), strict=True))
-        deadline = time.monotonic() + arguments.budget_s
         for at_once in arguments.at_once:  # servers still warm up
             for port in ports.values():
                 measure(port, at_once, arguments.pairs, arguments.rounds)
+        deadline = time.monotonic() + arguments.budget_s
         for pair in range(arguments.pairs):
             for at_once in arguments.at_once:
                 name = f"{at_once}/{pair}"

@@ -36,7 +36,7 @@ def inject(scheduler: Any, guard: Guard, text: str) -> None:
     page = pages[at]
     if kind == "swap":
         affected = [victim.rid]
-        foreign = _DICE.choice([other for other in range(1, guard.tags.tag_P.shape[0]) if other != page])
+        foreign = _DICE.choice([other for other in range(1, guard.tags.num_pages) if other != page])
         guard.tags._set_page(victim.req_pool_idx, at, foreign)
         page = foreign
     else:
@@ -48,7 +48,7 @@ def inject(scheduler: Any, guard: Guard, text: str) -> None:
 
 def _misuse(guard: Guard, kind: str, page: int) -> None:
     allocator = guard.allocator
-    page_N = torch.tensor([page], dtype=torch.int64, device=guard.tags.tag_P.device)
+    page_N = torch.tensor([page], dtype=torch.int64, device=guard.tags.slots_RS.device)
     if kind == "double":
         allocator.free_pages = torch.cat([page_N, allocator.free_pages])
     else:

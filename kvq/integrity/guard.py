@@ -227,12 +227,12 @@ class Guard:
             cached, listed = self._swept.verdict_BF[0, :2].tolist()
             if self._ranks is not None and (cached or listed):
                 # Ranks sweep when their own clocks say so: the next verdict tells all of them.
-                self._to_agree = self._swept.verdict_BF[0, :2].to(self.tags.tag_P.device, copy=True)
+                self._to_agree = self._swept.verdict_BF[0, :2].to(self.tags.slots_RS.device, copy=True)
             elif cached or listed:
                 self.incidents.sweep_found(cached, listed, repair=self.aborts)
             self._swept = None
         self.counters.sweeps += 1
-        found_BF = torch.zeros((1, VERDICT_FIELDS), dtype=torch.int32, device=self.tags.tag_P.device)
+        found_BF = torch.zeros((1, VERDICT_FIELDS), dtype=torch.int32, device=self.tags.slots_RS.device)
         slots_N = self.incidents.cached_slots()
         if slots_N is not None:
             pages_N = slots_N[:: self.page_size] // self.page_size
@@ -250,7 +250,7 @@ class Guard:
 
     def _to_device(self, values: list[int]) -> Tensor:
         host_B = torch.tensor(values, dtype=torch.int64, pin_memory=self.on_gpu)
-        return host_B.to(self.tags.tag_P.device, non_blocking=True)
+        return host_B.to(self.tags.slots_RS.device, non_blocking=True)
 
     def _host(self, shape: tuple[int, int]) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=self.on_gpu)

@@ -1,8 +1,9 @@
 """The operations of `table` that run in every step or with every request, as one Triton kernel each.
 
 Same results as `PageTags`, as the tests make sure; here nothing waits for the device. What the pages of single requests
-and of single cache entries call for is put off until an operation needs it, and is then done for all of them at once:
-64 requests that begin or end together would otherwise be hundreds of launches while the GPU has nothing else to do.
+and of single cache entries call for is put off until an operation needs it, and is then done for all of them at once,
+in order: 64 requests that end in one decode step would otherwise be hundreds of launches while the GPU has nothing else
+to do.
 
 Shape suffixes as in `table`; G = gifts to the cache, K = what is known of each.
 """

@@ -71,7 +71,7 @@ class PageTags:
     def __init__(self, slots_RS: Tensor, num_pages: int, page_size: int) -> None:
         device, rows, slots = slots_RS.device, slots_RS.shape[0], slots_RS.shape[1]
         self.slots_RS = slots_RS
-        self.page_size = page_size
+        self.page_size, self.num_pages = page_size, num_pages
         self.pages_per_row = -(-slots // page_size)
         self.tag_P = torch.zeros(num_pages, dtype=torch.int32, device=device)
         self.cached_P = torch.full((num_pages,), NOT_CACHED, dtype=torch.int32, device=device)
@@ -121,10 +121,10 @@ class PageTags:
         self.covered_R[rows_B] = end_page_B.int()
 
     def free(self, pages_N: Tensor) -> None:
-        """Ends the allocations of these pages; a page that is free already is counted, not changed."""
-        pages_N = pages_N.long()
+        """Ends the allocations of these pages. One that is free already, or listed again, is counted, not changed."""
+        pages_N, copies_N = torch.unique(pages_N.long(), return_counts=True)
         tag_N = self.tag_P[pages_N]
-        self.double_frees += (tag_N <= 0).sum(dtype=torch.int32)
+        self.double_frees += torch.where(tag_N > 0, copies_N - 1, copies_N).sum(dtype=torch.int32)
         self.tag_P[pages_N] = -tag_N.abs()
 
     def reset(self) -> None:
@@ -251,7 +251,7 @@ class PageTags:
 
     def stand_in(self, lost: int, page: int) -> None:
         """The cache names `page`, which `hold` has tagged, where it named a page that it lost."""
-        self.evict(torch.tensor([lost], device=self.tag_P.device))
+        self.evict(torch.tensor([lost], device=self.slots_RS.device))
         self.apply()
         self.named_P[page] = 1
         self.cached_P[page] = STAND_IN

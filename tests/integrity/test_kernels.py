@@ -115,7 +115,9 @@ def pages_change_hands(tags_class: type[PageTags], device: str, page_size: int, 
             tags.give_to_cache(row, first, first + len(named), slots_N)
             in_cache += named.tolist()
         elif kind == "free":
-            tags.free(tags.slots_RS[row, part] if page_size == 1 else named)
+            # Some pages are listed twice.
+            twice = torch.cat([named, named[: dice.randrange(2)]])
+            tags.free(tags.slots_RS[row, part] if page_size == 1 and len(twice) == len(named) else twice)
         elif kind == "evict" and in_cache:
             gone = sorted(set(dice.sample(in_cache, 1 + len(in_cache) // 8)))
             for page in gone:

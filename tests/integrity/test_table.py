@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvq.integrity.table import DISPUTED, SERIAL_LIMIT, STAND_IN, PageTags, Violation, Writes, read_verdict
 from tests.integrity.drive import drive
 from tests.integrity.machine import Machine
+from tests.integrity.put_off import PutOffTags
 
 PAGE_SIZES = (1, 4)
 
@@ -289,15 +290,6 @@ def test_serials_start_again_at_one_before_they_overflow() -> None:
     assert [tags.take_serials(2), tags.take_serials(2)] == [SERIAL_LIMIT - 3, 1]
 
 
-class Watched(PageTags):
-    """Counts how often it was told to apply what was put off."""
-
-    applied = 0
-
-    def apply(self) -> None:
-        self.applied += 1
-
-
 def calls(tags: PageTags) -> dict[str, Callable[[], object]]:
     """One call of every public method, where all may be called one after the other."""
     none_B, one_B = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
@@ -327,6 +319,22 @@ def test_every_operation_is_known() -> None:
 
 @pytest.mark.parametrize("name", calls(PageTags(torch.ones((1, 4), dtype=torch.int32), 4, 1)))
 def test_whatever_reads_the_table_applies_first_what_was_put_off(name: str) -> None:
-    tags = Watched(torch.ones((1, 4), dtype=torch.int32), 4, 1)
-    calls(tags)[name]()
-    assert tags.applied
+    """`PutOffTags` refuses to be read before."""
+    tables = []
+    for tags_class in (PageTags, PutOffTags):
+        tags = tags_class(torch.ones((1, 4), dtype=torch.int32), 4, 1)
+        tags.grow(torch.zeros(1, dtype=torch.int64), torch.zeros(1), torch.ones(1), 1)
+        tags.give_to_cache(0, 0, 1)
+        tags.evict(torch.ones(1, dtype=torch.int64))
+        tags.free(torch.ones(1, dtype=torch.int64))
+        result = calls(tags)[name]()
+        tables.append([tags.tag_P, tags.cached_P, tags.named_P, tags.double_frees, tags.record_RJ, result])
+    for plain, put_off in zip(*tables, strict=True):
+        torch.testing.assert_close(put_off, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_put_off_it_never_misses_either(page_size: int) -> None:
+    machine = Machine(page_size, tags_class=PutOffTags)
+    tally = drive(2000, seed=11, page_size=page_size, fault_rate=0.05, machine=machine)
+    assert tally.violations > 10

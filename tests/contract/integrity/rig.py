@@ -9,6 +9,7 @@ import pkgutil
 from array import array
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -27,9 +28,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from kvq.integrity import hooks
-from kvq.integrity.guard import Guard
+from kvq.integrity import guard, hooks
 from kvq.integrity.settings import Settings
+from tests.integrity.put_off import PutOffTags
 
 PAGES, ROWS, CONTEXT = 200, 16, 1024
 VOCABULARY = 1000
@@ -115,7 +116,8 @@ class Rig:
         sender = SimpleNamespace(send_output=lambda output, _req: self.sent.append(output))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=sender)
         hooks.attach(None)
-        self.guard = Guard(self, Settings(mode, sweep_seconds=0))  # type: ignore[arg-type]
+        with mock.patch.object(guard, "make_tags", PutOffTags):  # in the order of work of a GPU's table
+            self.guard = guard.Guard(self, Settings(mode, sweep_seconds=0))  # type: ignore[arg-type]
         hooks.attach(self.guard)
         self._last: tuple[Any, list[Any]] | None = None
         self._serial = 0

@@ -160,6 +160,25 @@ def test_who_is_given_a_page_in_use_ends_and_writes_nothing(kind: str, page_size
 
 
 @pytest.mark.parametrize(("kind", "page_size"), POOLS)
+def test_who_holds_a_page_goes_on_though_the_cache_may_not_lend_it(kind: str, page_size: int) -> None:
+    """Another entry of the cache names a page when its holder hands it over: disputed, and nobody else may read it."""
+    rig = Rig(kind, page_size)
+    told = prompt(rig, 6, first=990)
+    req = rig.request(told, 6)
+    before = rig.prefill([req])
+    page = rig.page(req, 2)
+    rig.guard.tags.named_P[page] += 1
+    now = rig.decode([req])
+    rig.results(before)
+    go_on(rig, [req], now)
+    assert rig.streamed(req) == [7] * 6 and rig.guard.counters.violations == 0
+    other = rig.request([*told, 5], 3)
+    rig.results(rig.prefill([other]))
+    assert_ended(other, rig, tokens=0)
+    assert f"page {page} " in other.finished_reason.message
+
+
+@pytest.mark.parametrize(("kind", "page_size"), POOLS)
 def test_a_page_that_the_cache_lost_reaches_no_request(kind: str, page_size: int) -> None:
     """It belongs to a prefix that two requests share, and that a third asks for after its next holder cached it."""
     rig = Rig(kind, page_size)
