@@ -26,7 +26,7 @@ class LoadingAhead:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="loading-ahead")
             new_stream: Any = torch.cuda.Stream  # has no types
             self._stream: torch.cuda.Stream = new_stream(device)
-        self._begun: Any = None  # the event
+        self._begun: Any = None  # on the GPU's way, where the last load was begun
 
     def begin(self, load: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """What is returned gives the tensor, or raises what loading it raised; to be called once."""
@@ -43,9 +43,9 @@ class LoadingAhead:
         return take
 
     def _load(self, load: Callable[[], Tensor], reached: Any) -> Tensor:
-        if reached is not None:
-            reached.synchronize()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if reached is not None:
+                reached.synchronize()
             value = load()
             self._stream.synchronize()
         return value
