@@ -176,7 +176,9 @@ def fault_table(results: Results) -> str:
         )
     bystanders = [rid for rid in answers if rid not in touched and rid not in ended]
     both, other_count = compare([sound[rid] for rid in bystanders], [answers[rid] for rid in bystanders])
-    again = compare(base, results["sound-again"]["answers"]) if "sound-again" in results else ("not run", "not run")
+    again = "not run twice without faults"
+    if "sound-again" in results:
+        again = "two runs without faults: {1} of {0}".format(*compare(base, results["sound-again"]["answers"]))
     errors = [answer for answer in part["answers"] if answer["status"] >= 500]
     partial = sum(
         answers[rid]["tokens"] != sound[rid]["tokens"][: len(answers[rid]["tokens"])] for rid in ended if rid in answers
@@ -187,8 +189,7 @@ def fault_table(results: Results) -> str:
             f"ended by the plugin: {len(ended)}, of these answered with HTTP 500: {len(errors)}; "
             f"ended though no fault was known to touch them: {len(ended - touched)}",
             f"tokens returned before the end that differ from the sound run: {partial} requests",
-            f"requests that no fault touched: {other_count} of {both} with other tokens than without faults; "
-            f"two runs without faults: {again[1]} of {again[0]}",
+            f"requests that no fault touched: {other_count} of {both} with other tokens than without faults; {again}",
             f"server alive afterwards: {part['alive']}; health: {part['health']}",
         ]
     )

@@ -106,13 +106,15 @@ class TritonPageTags(PageTags):
 
     def _apply_releases(self) -> None:
         if self._freed:
-            pages_N, count = _joined(self._freed)
+            pages_N = _joined(self._freed)
+            count = pages_N.shape[0]
             _free_kernel[(triton.cdiv(count, BLOCK),)](
                 pages_N, pages_N.stride(0), self.tag_P, self.double_frees, count, BLOCK=BLOCK
             )
             self._freed = []
         if self._evicted:
-            pages_N, count = _joined(self._evicted)
+            pages_N = _joined(self._evicted)
+            count = pages_N.shape[0]
             _evict_kernel[(triton.cdiv(count, BLOCK),)](
                 pages_N, pages_N.stride(0), self.cached_P, self.named_P, count, BLOCK=BLOCK
             )
@@ -132,9 +134,8 @@ class TritonPageTags(PageTags):
         return verdict_BF
 
 
-def _joined(parts: list[Tensor]) -> tuple[Tensor, int]:
-    pages_N = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return pages_N, pages_N.shape[0]
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def compile_all(device: torch.device, page_size: int, slots_per_row: int) -> None:

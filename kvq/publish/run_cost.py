@@ -56,7 +56,7 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
     solving = f"{chunk} experts being solved"
     terms = [
         MemoryTerm("always", "interpreter and libraries", "host", BASE_BYTES),
-        *(MemoryTerm(phase, "packed experts of a layer", "host", packed) for phase in SOLVED),
+        MemoryTerm("solving", "packed experts of a layer", "host", packed),
         MemoryTerm("solving", solving, "device", chunk * chunk_bytes_per_expert(rows, hidden)),
     ]
     if not recipe.needs_calibration:
@@ -69,6 +69,7 @@ def memory_terms(plan: QuantPlan, after: list[Kind], device: DeviceType) -> list
     kept = min(KEPT_BYTES[device], tokens * int(facts.text_config["num_experts_per_tok"]) * inner * width)
     return [
         *terms,
+        MemoryTerm("output", "packed experts of a layer", "host", packed),
         *(MemoryTerm(phase, "inputs of down that are kept", "device", kept) for phase in SOLVED if kept),
         MemoryTerm("always", "hidden states of all tokens", "host", inputs),
         MemoryTerm("always", "inputs of the experts", "device", inputs),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 # On a GPU the blocks of a factorization wait for each other, whatever the number of matrices: for one of Kimi K2's size
-# 6.7 ms in chunks of 8 and 4.6 in chunks of 12 (an H200, 2026-11-30).
+# 7.0 ms in chunks of 7 and 4.5 in chunks of 12 (an H200, benchmarks/2026-11-30_h200_real-size-layer.md).
 CHUNK_BYTES = {"cpu": 2**30, "cuda": 18 * 2**30}
 # Inputs of down that are kept from their statistics to the layer's output; the rest are computed twice. On a GPU all of
 # them: kept on two H200s, a layer of GLM-5.2's size took 5.4 s in place of 5.8, and half as much memory again.

@@ -56,7 +56,7 @@ def load_of(number: int, loaded: dict[int, threading.Event]) -> Callable[[], Ten
 def test_nothing_is_loaded_before_the_gpu_is_where_the_one_before_was_begun(gpu: Gpu) -> None:
     loaded: dict[int, threading.Event] = {}
     with LoadingAhead(torch.device("cuda")) as ahead:
-        takes = [ahead.begin(load_of(0, loaded))]
+        takes: list[Any] = [ahead.begin(load_of(0, loaded))]
         for chunk in range(1, 4):  # the program is ahead of its GPU by all of its chunks
             takes.append(ahead.begin(load_of(chunk, loaded)))
             gpu.enqueued = chunk
@@ -64,7 +64,7 @@ def test_nothing_is_loaded_before_the_gpu_is_where_the_one_before_was_begun(gpu:
         assert not loaded[3].wait(0.2)  # the one before it was begun when a chunk had been enqueued
         gpu.reach(1)
         assert loaded[3].wait(20)
-        assert [take().number for take in takes] == [0, 1, 2, 3]  # type: ignore[attr-defined]
+        assert [take().number for take in takes] == [0, 1, 2, 3]
 
 
 def test_a_cpu_loads_when_it_is_asked_for() -> None:
