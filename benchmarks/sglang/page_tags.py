@@ -1,9 +1,9 @@
 """KV page tags on a real SGLang 0.5.17: false alarms, faults, cost. One table each; see docs/integrity.md.
 
-    python benchmarks/sglang/page_tags.py alarms MODEL [--requests 10000] [--once]
-    python benchmarks/sglang/page_tags.py faults MODEL [--requests 3000] [--once] [--rate 0.02]
-                                                       [--kinds free+swap+double]
-    python benchmarks/sglang/page_tags.py cost MODEL [--at-once 1 4 8 32 64] [--pairs 5]
+    python benchmarks/sglang/page_tags.py alarms MODEL [--requests 10000] [--runs without without-again with]
+    python benchmarks/sglang/page_tags.py faults MODEL [--requests 3000] [--runs sound sound-again faulty] [--rate 0.02]
+                                                       [--kinds free+swap+double] [--rank 0]
+    python benchmarks/sglang/page_tags.py cost MODEL [--at-once 1 4 8 32 64] [--pairs 5] [--servers 2]
     all: [--out DIR] [--resume DIR] [--page-size 1] [--set flag=value ...]
 
 MODEL is a folder that SGLang serves; for `cost` a model that is bound by memory bandwidth, such as synthetic.py writes.
@@ -14,9 +14,10 @@ that another run finished. The server's log lies beside it. Needs SGLang on PYTH
 alarms   one load with shared prefixes, chunked prefill, retraction under memory pressure and aborts by clients, twice
          without the plugin and once with it. The first two say how far SGLang itself gives the same tokens twice.
 faults   the same load twice without and once with faults at random times. Which requests a fault touches is in the
-         server's log. --once: no second run without the plugin, or without faults.
-cost     two servers at once, one without and one with the plugin; rounds alternate between them, after one of each
-         number of requests that is not counted. Time for them: --budget-s, once all is warm.
+         server's log. --rank: only this tensor-parallel rank is damaged.
+cost     --servers of each kind at once, without and with the plugin; rounds go from one to the next, after one of each
+         number of requests that is not counted. Servers of one kind say how much two servers differ by themselves; so
+         many on one GPU need --set mem-fraction-static=0.9. Time for the rounds: --budget-s, once all is warm.
 """
 
 import argparse
@@ -55,8 +56,10 @@ STEADY: dict[str, Any] = {
     "cuda-graph-bs-decode": [1, 4, 8, 32, 64],
 }  # fmt: skip
 TAGS = {"KVQ_KV_TAGS": "abort"}
-VIOLATION = re.compile(r"KV page tag mismatch: .* for request \S+ (\{.*\})")
-FAULT = re.compile(r"KV page fault injected (\{.*\})")
+RANK = r"\[[\d: -]+?(?: DP(\d+))?(?: TP\d+)?\] "  # SGLang's own prefix of a line
+VIOLATION = re.compile(RANK + r"KV page tag mismatch: .* for request \S+ (\{.*\})")
+FAULT = re.compile(RANK + r"KV page fault injected (\{.*\})")
+RUNS = {"alarms": ("without", "without-again", "with"), "faults": ("sound", "sound-again", "faulty"), "cost": ()}
 
 
 class Results:
@@ -100,17 +103,22 @@ def run_load(arguments: argparse.Namespace, results: Results, name: str, load: L
         answers = answer_all(port, load, at_once=64)
         seconds = time.monotonic() - started
         alive = answer_all(port, steady_load(3, 1, 4), at_once=1)[0].status == 200
-        state = get_json(port, "/server_info").get("internal_states", [{}])[0]
+        states = get_json(port, "/server_info").get("internal_states", [])
         metrics = "" if not tags else get_json(port, "/metrics/", raw=True)
     log = (arguments.out / f"{name}.log").read_text(encoding="utf-8", errors="replace")
     results[name] = {
-        "seconds": seconds, "alive": alive, "health": state.get("kvq_kv_tags"), "retractions": log.count("Retract"),
+        "seconds": seconds, "alive": alive, "retractions": log.count("Retract"),
+        "health": [state["kvq_kv_tags"] for state in states if "kvq_kv_tags" in state],
         "metrics": [line for line in metrics.splitlines() if line.startswith("kvq:kv_tag")],
         "answers": [answer.as_json() for answer in answers],
-        "violations": [json.loads(found) for found in VIOLATION.findall(log)],
-        "faults": [json.loads(found) for found in FAULT.findall(log)],
+        "violations": logged(VIOLATION, log), "faults": logged(FAULT, log),
     }  # fmt: skip
     say(f"{name}: {len(answers)} requests in {seconds:.0f} s, {results[name]['retractions']} retractions")
+
+
+def logged(kind: re.Pattern[str], log: str) -> list[dict[str, Any]]:
+    """What the log says, with the data-parallel rank that said it; once, where tensor-parallel ranks say the same."""
+    return [{"dp": dp, **json.loads(found)} for dp, found in dict.fromkeys(kind.findall(log))]
 
 
 def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[int, int]:
@@ -121,87 +129,96 @@ def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[int
 
 def alarms(arguments: argparse.Namespace, results: Results) -> str:
     load = mixed_load(1, arguments.requests)
-    off, on = {}, {**TAGS, "KVQ_KV_TAGS_SWEEP_SECONDS": "5"}
-    again = () if arguments.once else (("without-again", off),)
-    for name, tags in (("without", off), *again, ("with", on)):
+    for name in arguments.runs:
+        tags = {**TAGS, "KVQ_KV_TAGS_SWEEP_SECONDS": "5"} if name == "with" else {}
         run_load(arguments, results, name, load, tags)
     lines = [
-        "| run | requests | cut by clients | retractions | violations | errors | other tokens than in the first run |",
-        "|---|---|---|---|---|---|---|",
+        "| run | requests | cut by clients | retractions | checks | violations | errors | other tokens |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    base = results["without"]["answers"]
-    for name in ("without", *(name for name, _ in again), "with"):
+    runs = [name for name in RUNS["alarms"] if name in results]
+    base = results[runs[0]]["answers"]
+    for name in runs:
         part = results[name]
         both, other = compare(base, part["answers"])
-        found = part["health"]["violations"] if part["health"] else "-"
+        checks, found = (sum(rank[key] for rank in part["health"]) for key in ("checks", "violations"))
         cut = sum(answer["cut"] for answer in part["answers"])
         errors = sum(answer["status"] != 200 for answer in part["answers"])
         lines.append(
-            f"| {name} | {len(part['answers'])} | {cut} | {part['retractions']} | {found} | {errors} | {other}/{both} |"
+            f"| {name} | {len(part['answers'])} | {cut} | {part['retractions']} | {checks} | {found} | {errors} "
+            f"| {other}/{both} |"
         )
-    return "\n".join([*lines, f"health: {results['with']['health']}", *results["with"]["metrics"]])
+    for name in runs:
+        lines += [f"health, {name}: {rank}" for rank in results[name]["health"]] + results[name]["metrics"]
+    return "\n".join(lines)
 
 
 def faults(arguments: argparse.Namespace, results: Results) -> str:
     load = mixed_load(2, arguments.requests)
-    tags = {**TAGS, "KVQ_KV_TAGS_SWEEP_SECONDS": "1"}
-    injected = {**tags, "KVQ_KV_TAGS_FAULTS": f"rate={arguments.rate},seed=5,kinds={arguments.kinds}"}
-    again = () if arguments.once else (("sound-again", tags),)
-    for name, environment in (("sound", tags), *again, ("faulty", injected)):
-        run_load(arguments, results, name, load, environment)
-    return fault_table(results)
+    rank = "" if arguments.rank is None else f",rank={arguments.rank}"
+    wanted = f"rate={arguments.rate},seed=5,kinds={arguments.kinds}{rank}"
+    for name in arguments.runs:
+        injected = {"KVQ_KV_TAGS_FAULTS": wanted} if name == "faulty" else {}
+        run_load(arguments, results, name, load, {**TAGS, "KVQ_KV_TAGS_SWEEP_SECONDS": "1", **injected})
+    return fault_table(results) if "faulty" in results else "no run with faults"
 
 
 def fault_table(results: Results) -> str:
     """By kind: requests that referred to the page; of these, ended by the plugin, or finished before they read it."""
-    part, base = results["faulty"], results["sound"]["answers"]
+    part = results["faulty"]
+    base = results["sound"]["answers"] if "sound" in results else []
     answers = {answer["rid"]: answer for answer in part["answers"]}
     sound = {answer["rid"]: answer for answer in base}
     ended = {found["rid"] for found in part["violations"]}
-    lines = ["| fault | injected | requests that referred to the page | ended | finished, tokens as without faults "
-             "| finished, other tokens |", "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| fault | injected | requests that referred to the page | ended | finished |", "|---|---|---|---|---|"]
     touched: set[str] = set()
     for kind in ("free", "swap", "double"):
         of_kind = [fault for fault in part["faults"] if fault["kind"] == kind]
         if kind == "double":  # whoever was given the page afterwards
-            pages = {fault["page"] for fault in of_kind}
-            rids = {found["rid"] for found in part["violations"] if found["page"] in pages} - touched
+            pages = {(fault["dp"], fault["page"]) for fault in of_kind}
+            rids = {found["rid"] for found in part["violations"] if (found["dp"], found["page"]) in pages} - touched
         else:
             rids = {rid for fault in of_kind for rid in fault["affected"] if rid in answers}
         touched |= rids
-        done = [rid for rid in rids - ended if answers[rid]["full"] and sound[rid]["full"]]
-        other = [rid for rid in done if answers[rid]["tokens"] != sound[rid]["tokens"]]
-        lines.append(
-            f"| {kind} | {len(of_kind)} | {len(rids)} | {len(rids & ended)} | {len(done) - len(other)} | {len(other)} |"
-        )
-    bystanders = [rid for rid in answers if rid not in touched and rid not in ended]
-    both, other_count = compare([sound[rid] for rid in bystanders], [answers[rid] for rid in bystanders])
-    again = "not run twice without faults"
-    if "sound-again" in results:
-        again = "two runs without faults: {1} of {0}".format(*compare(base, results["sound-again"]["answers"]))
+        lines.append(f"| {kind} | {len(of_kind)} | {len(rids)} | {len(rids & ended)} | {len(rids - ended)} |")
     errors = [answer for answer in part["answers"] if answer["status"] >= 500]
+    lines += [
+        f"ended by the plugin: {len(ended)}, of these answered with HTTP 500: {len(errors)}; "
+        f"ended though no fault was known to touch them: {len(ended - touched)}",
+        f"answers of no status: {sum(answer['status'] == 0 for answer in part['answers'])}; "
+        f"server alive afterwards: {part['alive']}; health: {part['health']}",
+    ]
+    return "\n".join(lines + (tokens_beside(results, answers, sound, ended, touched) if sound else []))
+
+
+def tokens_beside(
+    results: Results, answers: dict[str, Any], sound: dict[str, Any], ended: set[str], touched: set[str]
+) -> list[str]:
+    """Tokens of the run with faults beside those of the run without."""
+    done = [rid for rid in touched - ended if answers[rid]["full"] and sound[rid]["full"]]
     partial = sum(
         answers[rid]["tokens"] != sound[rid]["tokens"][: len(answers[rid]["tokens"])] for rid in ended if rid in answers
     )
-    return "\n".join(
-        [
-            *lines,
-            f"ended by the plugin: {len(ended)}, of these answered with HTTP 500: {len(errors)}; "
-            f"ended though no fault was known to touch them: {len(ended - touched)}",
-            f"tokens returned before the end that differ from the sound run: {partial} requests",
-            f"requests that no fault touched: {other_count} of {both} with other tokens than without faults; {again}",
-            f"server alive afterwards: {part['alive']}; health: {part['health']}",
-        ]
-    )
+    bystanders = [rid for rid in answers if rid not in touched and rid not in ended]
+    both, other = compare([sound[rid] for rid in bystanders], [answers[rid] for rid in bystanders])
+    again = "not run twice without faults"
+    if "sound-again" in results:
+        first, second = (results[name]["answers"] for name in ("sound", "sound-again"))
+        again = "two runs without faults: {1} of {0}".format(*compare(first, second))
+    return [
+        f"finished though a fault touched them: {sum(answers[rid]['tokens'] != sound[rid]['tokens'] for rid in done)} "
+        f"of {len(done)} with other tokens",
+        f"tokens returned before the end that differ from the sound run: {partial} requests",
+        f"requests that no fault touched: {other} of {both} with other tokens than without faults; {again}",
+    ]
 
 
 def cost(arguments: argparse.Namespace, results: Results) -> str:
     """Pair after pair goes through all numbers of requests, so that what the machine does for a while hits all of them,
     and a run that is cut off has something of each."""
-    servers = {
-        "off": server(arguments, STEADY, "off", {}),
-        "on": server(arguments, STEADY, "on-tags", TAGS, APART),
-    }
+    kinds: dict[str, dict[str, str]] = {"off": {}, "on": TAGS}
+    names = [(f"{kind}-{number}", tags) for number in range(arguments.servers) for kind, tags in kinds.items()]
+    servers = {name: server(arguments, STEADY, name, tags, APART * place) for place, (name, tags) in enumerate(names)}
     with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
         ports = dict(zip(servers, pool.map(stack.enter_context, servers.values()), strict=True))
         for at_once in arguments.at_once:  # servers still warm up
@@ -213,7 +230,7 @@ def cost(arguments: argparse.Namespace, results: Results) -> str:
                 name = f"{at_once}/{pair}"
                 if name in results or time.monotonic() > deadline:
                     continue
-                order = ("off", "on") if pair % 2 else ("on", "off")
+                order = list(ports) if pair % 2 else list(reversed(ports))
                 measured = {which: measure(ports[which], at_once, pair, arguments.rounds) for which in order}
                 results[name] = measured
                 say(f"{name}: {json.dumps(measured)}")
@@ -235,22 +252,31 @@ def measure(port: int, at_once: int, seed: int, rounds: int) -> dict[str, float]
 
 
 def cost_table(arguments: argparse.Namespace, results: Results) -> str:
-    """Medians over the pairs; the change is the median of the pairs' own ratios."""
+    """Medians over the pairs; the change is the median of the pairs' own ratios, each of the means over the servers."""
     lines = [
-        "| at once | pairs | tokens/s off | on | change | p95 s off | on | change |",
-        "|---|---|---|---|---|---|---|---|",
+        "| at once | pairs | tokens/s off | on | change | all pairs | two off differ "
+        "| p95 s off | on | change | all pairs | two off differ |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for at_once in arguments.at_once:
         pairs = [value for name, value in results.parts.items() if name.split("/")[0] == str(at_once)]
         if not pairs:
             continue
-        cells = []
-        for key, digits in (("tokens_per_s", 1), ("p95_s", 4)):
-            off, on = ([pair[which][key] for pair in pairs] for which in ("off", "on"))
-            ratio = statistics.median(b / a for a, b in zip(off, on, strict=True)) - 1
-            cells.append(f"{statistics.median(off):.{digits}f} | {statistics.median(on):.{digits}f} | {ratio:+.2%}")
+        cells = [cost_cells(pairs, key, digits) for key, digits in (("tokens_per_s", 1), ("p95_s", 4))]
         lines.append(f"| {at_once} | {len(pairs)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def cost_cells(pairs: list[dict[str, dict[str, float]]], key: str, digits: int) -> str:
+    off, on = (
+        [statistics.mean(value[key] for name, value in pair.items() if name.startswith(kind)) for pair in pairs]
+        for kind in ("off", "on")
+    )
+    changes = [b / a - 1 for a, b in zip(off, on, strict=True)]
+    cells = [f"{statistics.median(values):.{digits}f}" for values in (off, on)]
+    cells += [f"{statistics.median(changes):+.2%}", ", ".join(f"{change:+.1%}" for change in changes)]
+    apart = [pair["off-1"][key] / pair["off-0"][key] - 1 for pair in pairs if "off-1" in pair]
+    return " | ".join([*cells, f"{statistics.median(apart):+.2%}" if apart else "-"])
 
 
 def say(text: str) -> None:
@@ -269,12 +295,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=4, help="cost: requests per measurement, times those at once")
     parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument("--port", type=int, default=PORT, help="side by side: 2,000 apart, after cost 4,000")
+    parser.add_argument("--port", type=int, default=PORT, help="side by side: 2,000 apart for each server")
     parser.add_argument("--budget-s", type=float, default=300, help="cost: no pair is begun later than this")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FLAG=VALUE", help="server flags, over the script's own"
     )
-    parser.add_argument("--once", action="store_true", help="alarms, faults: no second run")
+    parser.add_argument("--runs", nargs="+", help="alarms, faults: which runs; default all three")
+    parser.add_argument("--rank", type=int, help="faults: of this tensor-parallel rank only")
+    parser.add_argument("--servers", type=int, default=1, help="cost: of each kind")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "./out")))
     arguments = parser.parse_args()
@@ -282,6 +310,10 @@ def parse() -> argparse.Namespace:
     pairs = (word.partition("=") for word in arguments.set)
     arguments.settings = {key: values.get(value, value) for key, _, value in pairs}
     arguments.requests = arguments.requests or {"alarms": 10000}.get(arguments.command, 3000)
+    known = RUNS[arguments.command]
+    if unknown := set(arguments.runs or ()) - set(known):
+        parser.error(f"--runs {' '.join(sorted(unknown))}: {arguments.command} has {', '.join(known) or 'none'}")
+    arguments.runs = arguments.runs or known
     arguments.out.mkdir(parents=True, exist_ok=True)
     return arguments
 

@@ -14,7 +14,7 @@ from typing import Any
 from engine import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 290
+START_S = 400
 
 
 def entry_point(folder: Path) -> str:

@@ -3,6 +3,7 @@
 Each scheduling step, with this probability, one of: a page of a running request is freed while it is in use; an entry
 of a running request's page table is pointed at a foreign page; the allocator's free list is given a page in use. Each
 is written to the log as JSON with the requests that refer to the page, so that a test can see who was affected.
+Tensor-parallel ranks throw the same dice: each damages itself in the same way, or with `rank=0` only that one.
 """
 
 import json
@@ -35,8 +36,11 @@ def inject(scheduler: Any, guard: Guard, text: str) -> None:
     at = _DICE.randrange(len(pages))
     page = pages[at]
     if kind == "swap":
-        affected = [victim.rid]
         foreign = _DICE.choice([other for other in range(1, guard.tags.num_pages) if other != page])
+    if int(options.get("rank", scheduler.ps.tp_rank)) != scheduler.ps.tp_rank:
+        return
+    if kind == "swap":
+        affected = [victim.rid]
         guard.tags._set_page(victim.req_pool_idx, at, foreign)
         page = foreign
     else:
