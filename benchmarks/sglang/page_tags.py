@@ -252,10 +252,11 @@ def measure(port: int, at_once: int, seed: int, rounds: int) -> dict[str, float]
 
 
 def cost_table(arguments: argparse.Namespace, results: Results) -> str:
-    """Medians over the pairs; the change is the median of the pairs' own ratios, each of the means over the servers."""
+    """Medians over the pairs; the change is the median of the pairs' own ratios, each of the means over the servers.
+    Two of a kind differ: the median, over pairs and kinds, of what the second server is off the first."""
     lines = [
-        "| at once | pairs | tokens/s off | on | change | all pairs | two off differ "
-        "| p95 s off | on | change | all pairs | two off differ |",
+        "| at once | pairs | tokens/s off | on | change | all pairs | two of a kind differ "
+        "| p95 s off | on | change | all pairs | two of a kind differ |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for at_once in arguments.at_once:
@@ -275,8 +276,13 @@ def cost_cells(pairs: list[dict[str, dict[str, float]]], key: str, digits: int) 
     changes = [b / a - 1 for a, b in zip(off, on, strict=True)]
     cells = [f"{statistics.median(values):.{digits}f}" for values in (off, on)]
     cells += [f"{statistics.median(changes):+.2%}", ", ".join(f"{change:+.1%}" for change in changes)]
-    apart = [pair["off-1"][key] / pair["off-0"][key] - 1 for pair in pairs if "off-1" in pair]
-    return " | ".join([*cells, f"{statistics.median(apart):+.2%}" if apart else "-"])
+    apart = [
+        abs(pair[f"{kind}-1"][key] / pair[f"{kind}-0"][key] - 1)
+        for pair in pairs
+        for kind in ("off", "on")
+        if f"{kind}-1" in pair
+    ]
+    return " | ".join([*cells, f"{statistics.median(apart):.1%}" if apart else "-"])
 
 
 def say(text: str) -> None:

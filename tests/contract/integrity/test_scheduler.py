@@ -68,7 +68,8 @@ def test_the_same_faults_send_wrong_tokens_where_they_are_only_reported() -> Non
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_a_fault_on_one_rank_ends_the_request_on_both_in_the_same_step(page_size: int) -> None:
     """Two schedulers of one tensor-parallel group. If they planned one step differently, gloo would end both."""
-    first, second = run_ranks(Setup("mla", page_size), 150, seed=2, faults=["rate=0.04,seed=1,kinds=swap", ""])
+    faults = "rate=0.04,seed=1,kinds=swap,rank=0"
+    first, second = run_ranks(Setup("mla", page_size), 150, seed=2, faults=[faults, faults])
     assert len(first.faults) > 10 and second.faults == []
     assert len(first.ended) > 8
     for done in (first, second):
