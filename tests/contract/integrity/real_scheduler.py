@@ -164,7 +164,7 @@ def start(client: Any, pool: tuple[str, int, int], rows: int, flags: list[str], 
     module.create_scheduler_watchdog = lambda *_, **__: None
     module.Scheduler.init_tp_model_worker = worker
     setattr(torch, "get_device_module", lambda *_: DEVICE_MODULE)  # noqa: B010 - mypy forbids the plain form
-    scheduler = module.Scheduler(args, SimpleNamespace(nccl_port=0), 0, 0, 0, 0, 0, 0, None)
+    scheduler = module.Scheduler(args, SimpleNamespace(nccl_port=0), 0, place.rank, 0, 0, 0, 0, None)
     scheduler.request_receiver = SimpleNamespace(recv_requests=lambda: client.receive(scheduler))
     return scheduler
 
