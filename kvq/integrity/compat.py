@@ -12,6 +12,7 @@ from typing import Any
 SUPPORTED_VERSIONS = ("0.5.17",)
 _MEM = "sglang.srt.mem_cache"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _RADIX = f"{_MEM}.radix_cache.RadixCache"
 _TOKEN = f"{_MEM}.allocator.token.TokenToKVPoolAllocator"
 _PAGED = f"{_MEM}.allocator.paged.PagedTokenToKVPoolAllocator"
@@ -42,6 +43,7 @@ HOOKED: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULER}.run_batch": ("batch", "pp_proxy_tensors"),
     f"{_SCHEDULER}.process_batch_result": ("batch", "result"),
     f"{_SCHEDULER}.process_pending_chunked_abort": (),
+    f"{_STREAMER}.stream_output": ("reqs", "return_logprob", "skip_req"),
     f"{_SCHEDULER}._add_request_to_queue": ("req", "is_retracted"),
     f"{_SCHEDULER}.on_idle": (),
     f"{_SCHEDULER}.get_internal_state": ("recv_req",),
@@ -51,7 +53,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.schedule_batch.Req": (
         "rid", "req_pool_idx", "kv", "kv_committed_len", "output_ids", "finished_reason", "finished_len", "to_finish",
         "cache_protected_len", "prefix_indices", "last_node", "extra_key", "is_retracted", "skip_radix_cache_insert",
+        "return_logprob", "return_hidden_states", "return_sampling_mask", "return_routed_experts",
+        "return_indexer_topk", "customized_info",
     ),
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": ("reqs", "is_empty", "batch_is_full", "out_cache_loc"),
+    _SCHEDULER: ("running_batch", "last_batch", "chunked_req", "result_queue", "waiting_queue", "tree_cache"),
     f"{_MEM}.memory_pool.ReqToTokenPool": ("req_to_token", "free_slots"),
     f"{_MEM}.radix_cache.TreeNode": ("children", "parent", "key", "value"),
     "sglang.srt.managers.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),

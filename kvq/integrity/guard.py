@@ -25,6 +25,7 @@ NEEDED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "disaggregation_mode": ("null", None),
     "pp_size": (1,),
     "dcp_size": (1,),
+    "attn_cp_size": (1,),
     "enable_hierarchical_cache": (False,),
     "enable_hisparse": (False,),
     "enable_pdmux": (False,),
@@ -165,6 +166,13 @@ class Guard:
 
     def next_step(self) -> None:
         """Before the scheduler plans a step, which ranks must do alike."""
+        self.incidents.rename_waiting()
+        if self.aborts and self.incidents.unsettled and self._nothing_runs():
+            # Whatever waits: it may be waiting for the very pages that are out of use.
+            self.read_all()
+            self.incidents.put_in_order()
+            if self.scheduler.running_batch is not None:
+                self.scheduler.running_batch.batch_is_full = False  # else those that did not fit are not tried again
         if self._ranks is not None and self.incidents.unsettled:
             self.incidents.keep_free(least(self.incidents.free_pages(), self._ranks))
         self.between_steps()
@@ -196,8 +204,16 @@ class Guard:
 
     # Inside
 
+    def _nothing_runs(self) -> bool:
+        """No request holds a row, and no result of one is outstanding."""
+        scheduler = self.scheduler
+        results = [result[0] for result in getattr(scheduler, "result_queue", ())]  # of the overlapped loop
+        batches = (scheduler.running_batch, scheduler.last_batch, *results)
+        return scheduler.chunked_req is None and all(batch is None or batch.is_empty() for batch in batches)
+
     def _writes(self, batch: Any) -> Writes:
-        if not batch.spec_algorithm.is_none():
+        # A draft is written where the page table says by then; a prefill goes to the places that were allocated.
+        if not batch.spec_algorithm.is_none() and batch.forward_mode.is_decode():
             return Writes()
         lengths_B = None if batch.forward_mode.is_decode() else self._to_device(batch.extend_lens)
         return Writes(batch.out_cache_loc, lengths_B)
@@ -276,6 +292,8 @@ def unsupported(scheduler: Any) -> list[str]:
     allocator, cache = type(scheduler.token_to_kv_pool_allocator).__name__, type(scheduler.tree_cache).__name__
     if allocator not in ALLOCATORS:
         found.append(f"pages are allocated by {allocator}, not by one of {', '.join(ALLOCATORS)}")
+    if getattr(getattr(scheduler, "model_config", None), "is_encoder_decoder", False):
+        found.append("the model is an encoder-decoder, whose rows begin with the encoder's pages")
     if cache not in CACHES:
         found.append(f"prefixes are cached by {cache}, not by one of {', '.join(CACHES)}")
     return found

@@ -131,18 +131,23 @@ def around_cache_unfinished(original: Callable[..., Any], cache: Any, req: Any, 
 
 
 def after_insert(result: Any, cache: Any, params: Any) -> None:
-    if _GUARD is not None and params.value is not None:
-        _GUARD.inserted(result.prefix_len, params.value)
+    if (guard := _guard_of(cache)) is not None and params.value is not None:
+        guard.inserted(result.prefix_len, params.value)
 
 
-def before_delete_leaf(_cache: Any, node: Any) -> None:
-    if _GUARD is not None:
-        _GUARD.uncached(node.value)
+def before_delete_leaf(cache: Any, node: Any) -> None:
+    if (guard := _guard_of(cache)) is not None:
+        guard.uncached(node.value)
 
 
-def after_reset(_result: None, _cache: Any) -> None:
-    if _GUARD is not None:
-        _GUARD.tags.forget_cache()
+def after_reset(_result: None, cache: Any) -> None:
+    if (guard := _guard_of(cache)) is not None:
+        guard.tags.forget_cache()
+
+
+def _guard_of(cache: Any) -> Guard | None:
+    """None for the second tree that the policies `lpm` and `dfs-weight` keep of waiting prompts: it holds no pages."""
+    return _GUARD if _GUARD is not None and cache is _GUARD.scheduler.tree_cache else None
 
 
 # The scheduler's steps
@@ -178,6 +183,12 @@ def before_chunked_abort(scheduler: Any) -> None:
     scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid, finished_reason=reason), req)
 
 
+def before_stream_output(_streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> None:
+    if _GUARD is not None:
+        for req in reqs:
+            _GUARD.incidents.withhold(req)
+
+
 def before_queue(_scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     if _GUARD is not None:
         _GUARD.incidents.queued(req)
@@ -196,6 +207,7 @@ def after_internal_state(result: Any, _scheduler: Any, _recv_req: Any) -> Any:
 
 _MEM = "sglang.srt.mem_cache"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _RADIX = f"{_MEM}.radix_cache.RadixCache"
 _TOKEN = f"{_MEM}.allocator.token.TokenToKVPoolAllocator"
 _PAGED = f"{_MEM}.allocator.paged.PagedTokenToKVPoolAllocator"
@@ -218,6 +230,7 @@ HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.run_batch": ("before", before_run_batch),
     f"{_SCHEDULER}.process_batch_result": ("before", before_process_batch_result),
     f"{_SCHEDULER}.process_pending_chunked_abort": ("before", before_chunked_abort),
+    f"{_STREAMER}.stream_output": ("before", before_stream_output),
     f"{_SCHEDULER}._add_request_to_queue": ("before", before_queue),
     f"{_SCHEDULER}.on_idle": ("before", before_idle),
     f"{_SCHEDULER}.get_internal_state": ("after", after_internal_state),

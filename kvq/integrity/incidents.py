@@ -32,6 +32,7 @@ class Incidents:
         self.unsettled = False
         self.alone = True  # no other rank schedules by this one's free pages
         self.namespace = 0
+        self._rename = False
         self._kept_back_N = self.allocator.free_pages[:0]
         self._failed: dict[str, str] = {}  # request id -> message; until its pages are freed
 
@@ -82,6 +83,14 @@ class Incidents:
 
         return FINISH_ABORT(self._failed[req.rid], HTTPStatus.INTERNAL_SERVER_ERROR, ERROR_TYPE)
 
+    def withhold(self, req: Any) -> None:
+        """Before answers are sent: SGLang cuts a failed request's tokens, but not all that is told beside them, such as
+        the first token of a prefill with its log-probability."""
+        if getattr(req.finished_reason, "err_type", None) == ERROR_TYPE:
+            req.return_logprob = req.return_hidden_states = req.return_sampling_mask = False
+            req.return_routed_experts = req.return_indexer_topk = False
+            req.customized_info = None
+
     def settle(self, req: Any) -> None:
         """Before a failed request's pages are freed: makes each entry of its row one that is its own to free."""
         size = self.tags.page_size
@@ -95,10 +104,20 @@ class Incidents:
         self.counters.quarantined_pages += lent
 
     def start_afresh(self) -> None:
-        """Later requests do not find what is cached now; it leaves as it grows old."""
+        """Later requests do not find what is cached now; it leaves as it grows old.
+
+        Those that wait learn of it before the next step is planned: this may be in the middle of planning, when one of
+        them has found its prefix already, and is to insert what follows under the same name.
+        """
         self.namespace += 1
-        for req in self.scheduler.waiting_queue:
-            self.queued(req)
+        self._rename = True
+
+    def rename_waiting(self) -> None:
+        """Before a step is planned."""
+        if self._rename:
+            self._rename = False
+            for req in self.scheduler.waiting_queue:
+                self.queued(req)
 
     def queued(self, req: Any) -> None:
         """Puts a request that holds no pages into the present namespace of the prefix cache."""

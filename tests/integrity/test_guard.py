@@ -148,10 +148,27 @@ def test_ranks_plan_with_as_many_free_pages_until_all_is_in_order(other_rank: di
     guard.next_step()  # sound: nobody waits for anybody
     assert guard.incidents.free_pages() == PAGES
     guard.incidents.unsettled = guard._worked = True
+    guard.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False)
     guard.next_step()
     assert guard.incidents.free_pages() == PAGES - 3
     guard.idle()
     assert guard.incidents.free_pages() == PAGES and not guard.incidents.unsettled
+
+
+@pytest.mark.parametrize("runs", ["running_batch", "last_batch", "chunked_req", "result_queue"])
+def test_pages_are_put_in_order_when_nothing_runs_whatever_waits(runs: str) -> None:
+    guard = make_guard()
+    scheduler, batch_at_work = guard.scheduler, SimpleNamespace(is_empty=lambda: False, batch_is_full=True)
+    at_rest = SimpleNamespace(is_empty=lambda: True, batch_is_full=True)
+    scheduler.running_batch, scheduler.last_batch, scheduler.result_queue = at_rest, None, []
+    before = getattr(scheduler, runs)
+    setattr(scheduler, runs, [(batch_at_work, None)] if runs == "result_queue" else batch_at_work)
+    guard.incidents.unsettled = True
+    guard.next_step()
+    assert guard.incidents.unsettled
+    setattr(scheduler, runs, before)
+    guard.next_step()
+    assert not guard.incidents.unsettled and not at_rest.batch_is_full
 
 
 def test_a_rank_among_others_does_not_evict_for_a_stand_in() -> None:
@@ -171,6 +188,7 @@ def test_an_emptied_pool_has_every_page_once(other_rank: dict[str, Tensor], monk
     monkeypatch.setattr(hooks, "_GUARD", guard)
     other_rank["cpu"] = torch.tensor([5])
     guard.incidents.unsettled = guard._worked = True
+    guard.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False)
     guard.next_step()
     guard.allocator.free_pages = torch.arange(1, PAGES + 1)
     hooks.after_clear(None, guard.allocator)
@@ -215,6 +233,7 @@ def test_after_a_violation_who_waits_does_not_find_what_is_cached() -> None:
     guard.scheduler.waiting_queue = [*waiting, holding]
     for number in (1, 2):
         guard.incidents.start_afresh()
+        guard.next_step()
         assert [req.extra_key for req in (*waiting, holding)] == [
             f"|kvq-kv-tags-{number}", f"salt|kvq-kv-tags-{number}", "salt"
         ]  # fmt: skip

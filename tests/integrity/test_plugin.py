@@ -151,6 +151,7 @@ def fake_scheduler(allocator: str = "PagedTokenToKVPoolAllocator", cache: str = 
     [
         (fake_scheduler(), []),
         (fake_scheduler(pp_size=2), ["pp_size is 2"]),
+        (fake_scheduler(attn_cp_size=2), ["attn_cp_size is 2"]),
         (fake_scheduler(disaggregation_mode="decode"), ["disaggregation_mode is 'decode'"]),
         (
             fake_scheduler(cache="HiRadixCache", enable_hierarchical_cache=True),
@@ -166,6 +167,13 @@ def test_a_server_that_the_plugin_does_not_fit_is_refused(scheduler: Any, found:
     if found:
         with pytest.raises(SystemExit, match="unset KVQ_KV_TAGS"):
             hooks.after_scheduler_init(None, scheduler)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    scheduler = fake_scheduler()
+    scheduler.model_config = SimpleNamespace(is_encoder_decoder=True)
+    (sentence,) = unsupported(scheduler)
+    assert "encoder-decoder" in sentence
 
 
 def test_metrics_carry_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:

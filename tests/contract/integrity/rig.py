@@ -121,6 +121,7 @@ class Rig:
         hooks.attach(self.guard)
         self._last: tuple[Any, list[Any]] | None = None
         self._serial = 0
+        self.algorithm = SpeculativeAlgorithm.NONE
 
     def is_fully_idle(self) -> bool:
         return not self.running_batch and not self.waiting_queue
@@ -241,7 +242,7 @@ class Rig:
         model = SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False)
         return ScheduleBatch.init_new(
             reqs, self.rows, self.allocator, self.cache, model, enable_overlap=True,
-            spec_algorithm=SpeculativeAlgorithm.NONE,
+            spec_algorithm=self.algorithm,
         )  # fmt: skip
 
     def _launch(self, batch: Any) -> Any:

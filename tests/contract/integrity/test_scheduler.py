@@ -1,5 +1,6 @@
 """The plugin in SGLang's own scheduler: loop, planner, prefix cache, pools. `scheduler_runs` is the long form."""
 
+import random
 from typing import Any
 
 import pytest
@@ -7,15 +8,19 @@ import pytest
 pytest.importorskip("tests.contract.engine", reason="make contract")
 import sglang
 
-from kvq.integrity import compat
+from kvq.integrity import compat, hooks
 
 if sglang.__version__ not in compat.SUPPORTED_VERSIONS:
     pytest.skip(f"SGLang {sglang.__version__} is refused, see test_refusal", allow_module_level=True)
 import sglang.srt.managers.scheduler  # before the fork: seconds, which no child needs to spend again
 
+from tests.contract.integrity import load, scheduler_runs
 from tests.contract.integrity.scheduler_runs import Run, Setup, run, run_ranks
 
-SETUPS = [Setup("mha", 1), Setup("mla", 64), Setup("mla", 64, ("--enable-mixed-chunk",))]
+SETUPS = [
+    Setup("mha", 1), Setup("mla", 64), Setup("mla", 64, ("--enable-mixed-chunk",)),
+    Setup("mla", 64, ("--schedule-policy", "lpm")),
+]  # fmt: skip
 FAULTS = "rate=0.04,seed=1,kinds=free+swap+double"
 
 
@@ -57,6 +62,30 @@ def test_faults_at_random_times_end_whom_they_touch_and_no_other_answer_changes(
     assert_sound(done, 300)
     assert len(done.faults) > 20 and 10 < len(done.ended) <= len(done.faults) + 10
     assert health(done)["violations"] >= len(done.ended) and health(done)["healthy"] is False
+
+
+def test_a_request_that_needs_the_pages_out_of_use_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a violation one waits for nearly the whole pool, so the engine never becomes idle."""
+    dice = random.Random(1)
+    prompts = [load._tokens(dice, count) for count in (200, 200, 1930)]
+    asked = [load.Asked(f"r{at}", prompt, (60, 60, 20)[at], None) for at, prompt in enumerate(prompts)]
+    monkeypatch.setattr(scheduler_runs, "mixed_load", lambda *_: asked)
+    receive = load.Client.receive
+    done_at: list[int] = []
+
+    def receive_and_harm(client: load.Client, scheduler: Any) -> list[Any]:
+        running = {req.rid: req for req in scheduler.running_batch.reqs}
+        if not done_at and {"r0", "r1"} <= set(running) and len(running["r0"].output_ids) > 5:
+            done_at.append(client.turn)
+            tags = hooks._GUARD.tags  # type: ignore[union-attr]
+            tags._set_page(running["r0"].req_pool_idx, 3, int(tags._page_range(running["r1"].req_pool_idx, 3, 4)[0]))
+        assert client.turn < 700, "nothing moves"
+        return receive(client, scheduler)
+
+    monkeypatch.setattr(load.Client, "receive", receive_and_harm)
+    done = run(Setup("mla", 64), 3, seed=4, mode="abort")
+    assert_sound(done, 3)
+    assert done.endings == {"r0": "tags", "r1": "full", "r2": "full"}
 
 
 def test_the_same_faults_send_wrong_tokens_where_they_are_only_reported() -> None:

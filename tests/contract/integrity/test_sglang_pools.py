@@ -10,11 +10,16 @@ pytest.importorskip("tests.contract.engine", reason="make contract")
 import sglang
 
 from kvq.integrity import compat, hooks, plugin
+from kvq.integrity.table import Violation
 
 if sglang.__version__ not in compat.SUPPORTED_VERSIONS:
     pytest.skip(f"SGLang {sglang.__version__} is refused, see test_refusal", allow_module_level=True)
 import sglang.srt.managers.scheduler
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from tests.contract.integrity.rig import PAGES, Rig, start_engine, unhook
 
@@ -144,13 +149,16 @@ def test_an_overwritten_entry_ends_its_request_and_frees_the_right_page(kind: st
 
 
 @pytest.mark.parametrize(("kind", "page_size"), POOLS)
-def test_who_is_given_a_page_in_use_ends_and_writes_nothing(kind: str, page_size: int) -> None:
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE", "NGRAM"])
+def test_who_is_given_a_page_in_use_ends_and_writes_nothing(kind: str, page_size: int, algorithm: str) -> None:
     rig, reqs, now = started(kind, page_size)
+    rig.algorithm = SpeculativeAlgorithm[algorithm]  # of the newcomer's prefill
     held = rig.page(reqs[0], 3)
     rig.allocator.free_pages = rig.allocator.free_pages.new_tensor([held, *rig.allocator.free_pages.tolist()])
     newcomer = rig.request(prompt(rig, 3, first=950), 3)
     batch = rig.prefill([newcomer])
     assert not batch.out_cache_loc.any()
+    rig.algorithm = SpeculativeAlgorithm.NONE
     rig.results(now)
     rig.results(batch)
     go_on(rig, reqs, rig.decode(reqs))
@@ -284,3 +292,69 @@ def test_the_health_field_says_what_was_found() -> None:
     state = SimpleNamespace(internal_state={})
     field = hooks.after_internal_state(state, rig, None).internal_state["kvq_kv_tags"]
     assert field["mode"] == "abort" and field["healthy"] is True and field["checks"] == 0
+
+
+@pytest.mark.parametrize(("kind", "page_size"), POOLS)
+def test_a_violation_that_is_read_while_a_step_is_planned(kind: str, page_size: int) -> None:
+    """Priority preemption frees a running request when another has found its prefix already, but waits still: that one
+    goes on under the name it found, or the tree would hold its pages twice."""
+    rig = Rig(kind, page_size)
+    shared = prompt(rig, 6, first=970)
+    rig.run([rig.request(shared, 2)])
+    low, other = rig.request(prompt(rig, 5, first=971), 8), rig.request(prompt(rig, 5, first=972), 8)
+    rig.results(rig.prefill([low, other]))
+    now = rig.decode([low, other])
+    rig.free_page(rig.page(other, 1))
+    later = rig.decode([low, other])
+    rig.results(now)
+    high = rig.request([*shared, 7, 7, 7], 4)
+    high.init_next_round_input(rig.cache)
+    rig.cache.inc_lock_ref(high.last_node)
+    assert rig.guard.counters.violations == 0
+    rig.retract(low)  # reads the verdict about `other`
+    assert rig.guard.counters.violations == 1
+    late = rig.request(prompt(rig, 2, first=973), 2)
+    late.extra_key = high.extra_key  # was waiting before the violation
+    rig.waiting_queue.remove(high)
+    high.set_extend_range(len(high.prefix_indices), len(high.full_untruncated_fill_ids))
+    batch = rig._batch([high])
+    batch.prepare_for_extend()
+    rig._launch(batch)
+    for step in (later, batch):
+        rig.results(step)
+    rig.running_batch = None
+    while (step := rig.decode([high])) is not None:
+        rig.results(step)
+    rig.running_batch = None
+    named = [page for node in rig.guard.incidents._nodes() for page in (node.value[::page_size] // page_size).tolist()]
+    assert len(named) == len(set(named)) and not isinstance(high.finished_reason, FINISH_ABORT)
+    rig.guard.next_step()
+    assert late.extra_key != high.extra_key, "who waits learns before the next step"
+    rig.cache.evict(EvictParams(num_tokens=10**6))
+    assert len(set(rig.allocator.free_pages.tolist())) == len(rig.allocator.free_pages)
+
+
+def test_nothing_that_is_told_beside_tokens_leaves_either() -> None:
+    """SGLang sends one log-probability at least, with the token that it belongs to."""
+    rig = Rig("mla", 1)
+    req = rig.request(prompt(rig, 5), 4)
+    req.return_logprob = req.stream = True
+    req.return_hidden_states = "last"
+    batch = rig.prefill([req])
+    rig.guard.incidents.violation(req, Violation(0, 1, 2, 3), abort=True)
+    rig.results(batch, token=777)
+    for name in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
+        setattr(req.logprob, f"{name}_val", [-0.5])
+        setattr(req.logprob, f"{name}_idx", [777])
+    req.hidden_states = [[0.25]]
+    hooks.before_stream_output(None, [req], True, None)
+    told = _GenerationStreamAccumulator(
+        return_logprob=True, return_hidden_states=True, return_routed_experts=False, return_indexer_topk=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE, disaggregation_mode=DisaggregationMode.NULL,
+        default_stream_interval=1, default_force_stream_interval=50, get_cached_tokens_details=lambda _: None,
+        rust_server_mode=True,
+    )  # fmt: skip
+    told.accept(req=req)
+    assert [list(ids) for ids in told.output_ids] == [[]]
+    assert told.output_token_logprobs_idx == [[]] and told.output_token_logprobs_val == [[]]
+    assert told.output_hidden_states == [None]
