@@ -23,6 +23,7 @@ from kvq.commands.tool_calls import tool_calls
 from kvq.commands.upload import upload
 from kvq.commands.verify import verify
 from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory, printable_line
+from kvq.stop import end_with_words
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
@@ -59,6 +60,7 @@ def _root(
 
 def main() -> None:
     """Entry point: an error that a person can act on is one sentence and an exit code, never a traceback."""
+    end_with_words()
     try:
         app()
     except KvqError as error:

@@ -14,13 +14,13 @@ from kvq import __version__
 from kvq.calibration.dataset import TokenSet, check_rows, load_packed
 from kvq.calibration.forward import check_complete, pick_device
 from kvq.calibration.rows import Place
-from kvq.checkpoint.journal import Journal, can_continue, discard
+from kvq.checkpoint.journal import Journal
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.side_files import check_json_side_files
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.unchanged import SourceWatch, source_digest
-from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of
-from kvq.errors import CalibrationError, CheckpointError, OutputError, RecipeError
+from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of, refuse_inside
+from kvq.errors import CalibrationError, CheckpointError, RecipeError
 from kvq.publish.events import Progress
 from kvq.publish.manifest import package_versions
 from kvq.ranks import ALONE, Ranks
@@ -53,9 +53,7 @@ def prepare(
         check_complete(reader, plan.facts)
     prepared = Prepared(source, reader, plan, out, chosen, target, calibration, watch, ranks)
     if out.resolve().is_relative_to(source.folder.resolve()):
-        raise OutputError(
-            f"{out} lies inside the source {source.folder}, which kvq never changes. Choose another --out."
-        )
+        refuse_inside(out, source.folder)
     _check_writable_later(prepared)
     side_bytes = bytes_of(source.folder / path for path in prepared.side_files)
     check_output(out, plan.output_bytes + side_bytes)
@@ -105,9 +103,7 @@ def _open_journal(prepared: Prepared, fingerprint: Mapping[str, object], restart
     journal = Journal(partial, ranks.rank, ranks.size)
     _check_same(ranks.gather(fingerprint), ranks)
     if ranks.first:
-        if restart and partial.exists() and can_continue(partial):
-            discard(partial)
-        journal.begin(fingerprint)
+        journal.begin(fingerprint, restart=restart)
     ranks.gather(None)
     if not ranks.first:
         journal.follow(fingerprint)

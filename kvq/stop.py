@@ -1,11 +1,28 @@
-"""SIGINT and SIGTERM as a request: the step at work is finished first. A second signal ends at once."""
+"""SIGINT and SIGTERM as a request: the step at work is finished first. A second signal ends at once.
+
+Where there are no steps SIGTERM is an error like others, with a message, as SIGINT is Python's own KeyboardInterrupt.
+"""
 
 import os
 import signal
+import threading
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
+
+from kvq.errors import StoppedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def end_with_words() -> None:
+    """From now on SIGTERM raises StoppedError in the main thread; a second one ends the process at once."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _raise)
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise StoppedError("stopped by SIGTERM. What is finished is kept; run the same command again.", number)
 
 
 class StopRequest:

@@ -1,5 +1,6 @@
 """docs/exit-codes.md and the README say what kvq/errors.py does."""
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import kvq
 from kvq import errors
 from kvq.errors import KvqError, StoppedError, exit_code_of
+from kvq.stop import StopRequest, end_with_words
 
 ROOT = Path(kvq.__file__).parent.parent
 ROW = re.compile(r"^\| (\d+) \| (\w*) ?\| (.+?) \| (.+?) \|$", re.M)
@@ -48,3 +50,19 @@ def test_the_tree_in_the_docstring_is_that_of_the_code() -> None:
 )
 def test_other_errors(error: BaseException, code: int) -> None:
     assert exit_code_of(error) == code
+
+
+def test_sigterm_where_nothing_waits_for_a_step_is_an_error_with_words() -> None:
+    """Within a StopRequest it stays a request; a second one ends the process as ever."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        end_with_words()
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+        with pytest.raises(StoppedError, match="stopped by SIGTERM") as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert exit_code_of(caught.value) == 143
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.checkpoint.journal import FOLDER, keeps_state
+from kvq.checkpoint.journal import FOLDER, keeps_state, parked
 from kvq.checkpoint.source import resolve_source
 from kvq.errors import OutputError, StoppedError
 from kvq.pipeline import prepare, quantize_checkpoint
@@ -181,6 +181,40 @@ def test_two_runs_do_not_share_an_output(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match="another run is writing there"):
             bench.run(Quiet())
     bench.run(Quiet())
+
+
+def test_a_restart_leaves_alone_what_another_run_is_at(tmp_path: Path) -> None:
+    """Else the other would go on writing, by the same names, into what this one then calls finished."""
+    bench = Bench(tmp_path, "kimi_k2")
+    with pytest.raises(Cut):
+        bench.run(CutAt(8))
+    before = {path: path.stat().st_mtime_ns for path in sorted(bench.partial.rglob("*.*"))}
+    with (bench.partial / FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OutputError, match="another run is writing there"):
+            bench.run(Quiet(), "dampening_frac=0.02", restart=True)
+    assert before == {path: path.stat().st_mtime_ns for path in sorted(bench.partial.rglob("*.*"))}
+    bench.run(Quiet(), "dampening_frac=0.02", restart=True)
+
+
+def test_a_run_that_is_giving_its_output_the_name_is_left_to_it(tmp_path: Path) -> None:
+    """Its journal is parked for that moment: nobody takes it back, and nobody clears it away."""
+    bench = Bench(tmp_path, "kimi_k2")
+    with pytest.raises(Cut):
+        bench.run(CutAt(8))
+    journal = parked(bench.partial)
+    (bench.partial / FOLDER).rename(journal)
+    with (journal / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OutputError, match="another run is writing there"):
+            bench.run(Quiet())
+        bench.partial.rename(bench.out)
+        with pytest.raises(OutputError, match="is not empty"):
+            bench.run(Quiet())
+        assert (journal / "fingerprint.json").exists()
+    with pytest.raises(OutputError, match="is not empty"):
+        bench.run(Quiet())
+    assert not journal.exists(), "that run is gone; what it left is cleared away"
 
 
 def test_stop_request_finishes_the_layer(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def _json_lines(place: Any) -> Iterator[Row]:
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise CalibrationError(f"{place}:{number}: not valid JSON ({error}).") from None
+                raise CalibrationError(f"{place}:{number}: {_no_json(error)}. Mend or remove this line.") from None
             yield _checked(f"{place}:{number}", values)
 
 
@@ -161,7 +161,19 @@ def _checked(place: str, values: Any) -> Row:
                 f"{place}: each message needs a `role` of {', '.join(ROLES)}; chat templates leave out others "
                 f"without a word (found {str(message)[:80]})."
             )
+        if not isinstance(message.get("content"), str | list | None):
+            raise CalibrationError(
+                f"{place}: the `content` of a message must be text or a list of parts; a chat template writes anything "
+                f"else as Python prints it (found {str(message['content'])[:80]})."
+            )
     return Row(place, {**values, "tools": _tools(place, values["tools"])} if values.get("tools") else values)
+
+
+def _no_json(error: Exception) -> str:
+    """Python's own words, but for limits of its reader: they name its functions, and the text may be fine."""
+    if isinstance(error, RecursionError):
+        return "JSON that is nested too deeply"
+    return f"not valid JSON ({error})" if isinstance(error, json.JSONDecodeError) else "JSON with too long a number"
 
 
 def _tools(place: str, tools: Any) -> list[Any]:
@@ -170,7 +182,7 @@ def _tools(place: str, tools: Any) -> list[Any]:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise CalibrationError(f"{place}: `tools` is text but not valid JSON ({error}).") from None
+            raise CalibrationError(f"{place}: `tools` is text but {_no_json(error)}. Mend or remove the row.") from None
     if not isinstance(tools, list):
         raise CalibrationError(f"{place}: `tools` must be a list (found {str(tools)[:80]}).")
     return tools

@@ -26,7 +26,10 @@ def parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]
             for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=present):
                 yield from batch.to_pylist()
     except (OSError, pa.ArrowException) as error:
-        raise CalibrationError(f"{file}: cannot be read as Parquet ({' '.join(str(error).split())[:200]}).") from None
+        found = " ".join(str(error).split())[:200]
+        raise CalibrationError(
+            f"{file}: cannot be read as Parquet ({found}). Fetch it again, or give JSON lines under a name in .jsonl."
+        ) from None
 
 
 def hub_rows(repo: str, config: str | None, revision: str | None, split: str) -> Iterator[dict[str, Any]]:

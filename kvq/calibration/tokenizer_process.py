@@ -35,6 +35,9 @@ LOG_BYTES = 2**20
 MAX_WORDS = 20  # lines that loading may say
 
 REMEDY = "Download tokenizer.json and the chat template of {} again, or give rows with `input_ids`."
+MEND = "Mend this row; where all rows fail, the template: d"
+SPLIT = "Split this text of {:,} characters; where short ones fail too, d"
+LONG_TEXT = 2**20  # characters; a row of calibration data has fewer
 
 
 class TokenizerProcess:
@@ -76,13 +79,21 @@ class TokenizerProcess:
         with self._turn:
             answer = self._answer(question + b"\n")
             if not answer.endswith(b"\n"):
-                raise CalibrationError(f"{failed} ({self._how_it_ended()}). {self._remedy}")
+                raise CalibrationError(f"{failed} ({self._how_it_ended()}). {self._what_to_do(what, arguments)}")
         kind, value = json.loads(answer)
         if kind == "refused":
             raise CalibrationError(value)
         if kind == "failed":
-            raise CalibrationError(f"{failed} ({value}). {self._remedy}")
+            raise CalibrationError(f"{failed} ({value}). {self._what_to_do(what, arguments)}")
         return value
+
+    def _what_to_do(self, what: str, arguments: list[Any]) -> str:
+        """A row of the user's is at fault as often as the checkpoint's files are."""
+        if what == "render":
+            return MEND + self._remedy[1:]
+        if what == "encode" and len(arguments[0]) > LONG_TEXT:
+            return SPLIT.format(len(arguments[0])) + self._remedy[1:]
+        return self._remedy
 
     def _answer(self, question: bytes) -> bytes:
         """A line, or a part of one where the child ended."""

@@ -11,6 +11,7 @@ from kvq.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON_BYTES = 100_000_000  # the index of 118,629 tensors has 12 MB
+REPORTS = "kvq-reports"  # the folder of measurements beside them
 MANIFEST_NAME = "kvq-manifest.json"  # what kvq leaves beside the weights it writes
 
 
@@ -41,7 +42,7 @@ class CheckpointIndex:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def load_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def load_json(path: Path, max_bytes: int = MAX_JSON_BYTES, remedy: str = "Download the file again.") -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError that names the file: for what is no JSON, for a name that
     stands twice (readers differ in which one counts), for numbers that are not finite, for halves of characters."""
     try:
@@ -52,10 +53,18 @@ def load_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}). Download the file again.") from None
+        raise CheckpointError(f"{path}: not valid JSON ({error}). {_made_by_kvq(path) or remedy}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}. Download the file again.")
+        found = type(value).__name__
+        raise CheckpointError(f"{path}: expected a JSON object, found {found}. {_made_by_kvq(path) or remedy}")
     return value
+
+
+def _made_by_kvq(path: Path) -> str:
+    """What to do about a damaged file that nobody can download; empty for all others."""
+    if path.name == MANIFEST_NAME:
+        return "kvq wrote it, and it has changed since: copy the folder again, or quantize again."
+    return "Measure again, or remove the file." if path.parent.name == REPORTS else ""
 
 
 def expect_folder(folder: Path) -> None:

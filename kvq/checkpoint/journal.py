@@ -31,6 +31,7 @@ from kvq.errors import CheckpointError, OutputError
 
 FOLDER = ".kvq-journal"
 FINGERPRINT = "fingerprint.json"
+LOCK = "lock"
 STATE_BYTES = {"cpu": 2 * 2**30, "cuda": 2**29}
 """Hidden states of all ranks to write for each layer, on average, by the device that computes. Larger ones are kept
 every few layers; in between, a run that is cut off computes those layers again, which costs less than the writes: the
@@ -115,25 +116,30 @@ class Journal:
     def state_name(self, number: int) -> str:
         return f"state-{number:05d}{_suffix(self.rank)}.safetensors"
 
-    def begin(self, fingerprint: Mapping[str, Any]) -> None:
+    def begin(self, fingerprint: Mapping[str, Any], *, restart: bool = False) -> None:
         """Take the folder, new or left by a run with the same fingerprint; `steps` then holds what is finished.
 
-        Raises OutputError when another run holds it, when it depends on something else, or has no journal.
+        `restart` discards what another run left, whatever its fingerprint; never what one is at work on. Raises
+        OutputError when another run holds the folder, when it depends on something else, or has no journal.
         """
         if self.partial.exists() and not can_continue(self.partial):
             raise OutputError(f"{self.partial} is in the way and no run of kvq. Remove it, or choose another --out.")
         try:
             if self._parked.is_dir() and not self.folder.exists() and self.partial.exists():
+                self._lock = _lock(self._parked)
                 self._parked.rename(self.folder)  # cut off between the last two renames of `publish`
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            else:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = _lock(self.folder)
         except BlockingIOError:
             self.close()
             raise OutputError(f"{self.partial}: another run is writing there. Choose another --out.") from None
         except OSError as error:
+            self.close()
             raise OutputError(f"{self.partial}: cannot be made ({error.strerror}). Choose another --out.") from None
         try:
+            if restart:
+                self._discard()
             self._take(fingerprint)
         except BaseException as error:
             self.close()
@@ -143,13 +149,26 @@ class Journal:
                 ) from error
             raise
 
+    def _discard(self) -> None:
+        """Remove what a run left, its journal last: cut off anywhere, the rest is still recognized as a run's. The lock
+        stays: whoever looks at the folder meanwhile finds it taken."""
+        for path in self.partial.iterdir():
+            if path != self.folder:
+                _remove(path)
+        if self._parked.is_dir():
+            shutil.rmtree(self._parked)
+        (self.folder / FINGERPRINT).unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            if path.name != LOCK:
+                _remove(path)
+
     def _take(self, fingerprint: Mapping[str, Any]) -> None:
         path = self.folder / FINGERPRINT
         if path.exists():
             self._compare(_read_record(path), fingerprint)
             self.steps = self._finished(self.rank)
         else:
-            for stale in self.folder.glob("step-*"):  # a `discard` was cut off
+            for stale in self.folder.glob("step-*"):  # `_discard` was cut off
                 stale.unlink()
             sync_folder(self.partial.absolute().parent)
             self._write(path, dict(fingerprint))
@@ -256,26 +275,38 @@ class Journal:
             self._lock = None
 
 
-def discard(partial: Path) -> None:
-    """Remove what a run left, the journal last: cut off anywhere, the rest is still recognized as a run's."""
-    journals = (partial / FOLDER, parked(partial))
-    for path in partial.iterdir() if partial.is_dir() else ():
-        if path.is_dir() and path not in journals:
-            shutil.rmtree(path)
-        elif path not in journals:
-            path.unlink()
-    for folder in journals:
-        if folder.is_dir():
-            (folder / FINGERPRINT).unlink(missing_ok=True)
-            shutil.rmtree(folder)
-    if partial.is_dir():
-        partial.rmdir()
+def _lock(folder: Path) -> IO[str]:
+    """The lock of a journal. Raises BlockingIOError when another process has it, or has just given the output its name
+    and removed the journal with the file that was locked here."""
+    path = folder / LOCK
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise BlockingIOError
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def sweep(out: Path, partial: Path) -> None:
     """Remove the parked journal of a run that was cut off after its output had its name, before it could clean up."""
-    if parked(partial).is_dir() and not partial.exists() and out.is_dir() and any(out.iterdir()):
-        discard(partial)
+    journal = parked(partial)
+    if journal.is_dir() and not partial.exists() and out.is_dir() and any(out.iterdir()):
+        try:
+            lock = _lock(journal)
+        except OSError:  # that run is at it itself, or has just done it
+            return
+        with lock:
+            shutil.rmtree(journal)
 
 
 def parked(partial: Path) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -46,6 +46,8 @@ def check_output(out: Path, needed_bytes: int) -> None:
     if partial.exists() and not can_continue(partial):
         _refuse_partial(partial)
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not parent.is_dir():
+        raise OutputError(f"{parent} is a file, so {out} cannot be made below it. Choose another --out.")
     if not os.access(parent, os.W_OK):
         raise OutputError(f"{parent} is not writable. Choose another --out.")
     free = shutil.disk_usage(parent).free
@@ -56,6 +58,10 @@ def check_output(out: Path, needed_bytes: int) -> None:
             f"{parent}: the output needs {(needed_bytes + SPARE_BYTES) / 1e9:.2f} GB and {free / 1e9:.2f} GB are free. "
             "Make room or choose another --out."
         )
+
+
+def refuse_inside(out: Path, source: Path) -> NoReturn:
+    raise OutputError(f"{out} lies inside the source {source}, which kvq never changes. Choose another --out.")
 
 
 def partial_of(out: Path) -> Path:

@@ -36,6 +36,8 @@ def user_data(text: str) -> "Place":
     """Calibration data as people name it: `hf://...`, or a path. Raises RecipeError for another scheme."""
     from kvq.calibration.rows import data_place
 
+    if not text:
+        raise RecipeError("the path of the data is empty. Give one, or leave the option out.")
     return data_place(text) if "://" in text else user_path(text)
 
 

@@ -23,6 +23,7 @@ from kvq.publish.serving import SGLANG_FLAGS
 
 Status = Literal["ok", "note", "bad"]
 DISK_BYTES = 256 * 2**20
+FULL_BYTES = 64 * 2**20  # less is as good as nothing
 DISK_CHUNK = 16 * 2**20
 DISK_SECONDS = 3.0
 FEW_BYTES_A_SECOND = 200e6
@@ -145,6 +146,10 @@ def check_disk(folder: Path, limit: int = DISK_BYTES, seconds: float = DISK_SECO
     try:
         status = os.statvfs(folder)
         free = status.f_bavail * status.f_frsize
+        if free < FULL_BYTES or not os.access(folder, os.W_OK):
+            found = f"{free / 1e9:.1f} GB free in {folder}" if free < FULL_BYTES else f"{folder} is not writable"
+            yield Finding("disk space", "bad", found, "make room, or give another folder: --disk DIR")
+            return
         yield Finding("disk space", "ok", f"{free / 1e9:.1f} GB free in {folder}")
         if free < 2 * limit:
             yield Finding("disk speed", "note", "not measured: too little space")

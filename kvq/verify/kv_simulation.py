@@ -151,7 +151,7 @@ def load_kv_scales(file: Path, facts: ModelFacts) -> Scales:
     """Scales of every decoder layer, from `{"layers": {"0": {"k_scale": 0.02, "v_scale": 0.01}, ...}}` or from the file
     of SGLang's --quantization-param-path (rank 0 of it). Raises RecipeError where a layer is absent or holds nonsense.
     """
-    content = load_json(file)
+    content = load_json(file, remedy="Give the file that `kvq calibrate-kv` writes, or SGLang's.")
     rows = content.get("layers")
     if rows is None and isinstance(content.get("kv_cache"), dict):
         ranks = content["kv_cache"].get("scaling_factor")

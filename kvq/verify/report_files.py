@@ -11,10 +11,10 @@ from typing import Any
 
 from kvq import __version__
 from kvq.checkpoint.index import MANIFEST_NAME, load_json
+from kvq.checkpoint.index import REPORTS as REPORTS
 from kvq.checkpoint.writer import dump_json
 from kvq.errors import OutputError
 
-REPORTS = "kvq-reports"
 DISTANCE, DAMAGE, KV, COVERAGE = "kvq.distance/1", "kvq.damage/1", "kvq.kv/1", "kvq.coverage/1"
 TASKS, TOOL_CALLS = "kvq.tasks/1", "kvq.toolcalls/1"
 HEAD = ("schema", "kvq_version", "checkpoint_sha256")

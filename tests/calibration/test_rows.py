@@ -198,6 +198,7 @@ def test_table_rows_are_numbered(folder: Path, tmp_path: Path) -> None:
         ),
         ([{"text": "a"}, {"text": None}], r"rows\.parquet, row 2: none of the columns"),
         ([{"messages": [{"role": "human", "content": "a"}]}], r"rows\.parquet, row 1: each message needs a `role`"),
+        ([{"messages": [{"role": "user", "content": {"a": 1}}]}], r"row 1: the `content` of a message must be text or"),
         ([{"text": "a", "tools": "{"}], r"row 1: `tools` is text but not valid JSON"),
         ([{"text": "a", "tools": '{"a": 1}'}], r"row 1: `tools` must be a list"),
     ],
@@ -215,6 +216,22 @@ def test_damaged_parquet_is_one_sentence(tmp_path: Path, damage: str) -> None:
     with pytest.raises(CalibrationError, match=r"rows\.parquet: cannot be read as Parquet") as raised:
         read_rows(file)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": ', r"rows\.jsonl:1: not valid JSON \(.*\)\. Mend or remove this line\."),
+        ("[" * 100_000, r"rows\.jsonl:1: JSON that is nested too deeply\. Mend or remove"),
+        ('{"text": "a", "n": ' + "1" * 5000 + "}", r"rows\.jsonl:1: JSON with too long a number\. Mend or remove"),
+        ('{"messages": [{"role": "user", "content": 5}]}', r"must be text or a list of parts; .* \(found 5\)"),
+    ],
+)
+def test_lines_that_cannot_be_used(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(CalibrationError, match=said):
+        read_rows(file)
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.txt", "nothing"])

@@ -124,6 +124,17 @@ def test_the_child_holds_nothing_of_its_parent(folder: Path, tmp_path: Path) -> 
         assert len(list(there.iterdir())) == 5  # its log thrice, a pipe each way
 
 
+def test_a_long_text_is_to_be_split_and_a_bad_row_to_be_mended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are not at fault for what a row asks of them."""
+    monkeypatch.setattr(tokenizer_process, "ANSWER_BYTES", 1 << 20)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    tokenizer = TokenizerProcess(folder)
+    with pytest.raises(CalibrationError, match=r"Split this text of 2,000,000 characters; where short ones fail"):
+        tokenizer.encode("a " * 1_000_000, "row")
+    with pytest.raises(CalibrationError, match=r"Mend this row; where all rows fail, the template: download tokenizer"):
+        tokenizer.render(HELLO, None, "row")
+
+
 def test_it_ends_with_its_last_user(folder: Path) -> None:
     tokenizer = TokenizerProcess(folder)
     pid = tokenizer._pid

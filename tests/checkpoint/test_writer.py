@@ -203,6 +203,12 @@ def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: 
     assert asked == [tmp_path] * 3 and list(tmp_path.iterdir()) == []
 
 
+def test_a_place_below_a_file_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match=r"file is a file, so .*file/deep/out cannot be made below it"):
+        check_output(tmp_path / "file" / "deep" / "out", 0)
+
+
 def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(OutputError, match="is not writable"):

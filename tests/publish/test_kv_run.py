@@ -107,6 +107,16 @@ def test_sparse_attention_says_that_the_engine_scales(tmp_path: Path, shared: Sh
         read_scales(str(out / SCALES_FILE))
 
 
+@pytest.mark.parametrize("place", ["", "kv", "deep/kv"])
+def test_nothing_is_written_into_a_source(tmp_path: Path, shared: Shared, kvq_main: Kvq, place: str) -> None:
+    source = shared.copy(shared.source("glm-5"), tmp_path / "source")
+    before = sorted(source.rglob("*"))
+    ran = kvq_main("calibrate-kv", source, "--calibration", shared.calibration, "--out", source / place,
+                   "--num-samples", 2, "--max-seq-length", 32)  # fmt: skip
+    assert ran.code == 7 and "lies inside the source" in ran.err
+    assert sorted(source.rglob("*")) == before
+
+
 def test_a_copy_with_scales_for_an_engine_that_uses_them(tmp_path: Path, kvq_main: Kvq) -> None:
     source, out = enlarged(tmp_path / "source"), tmp_path / "out"
     data = write_calibration(tmp_path / "data.jsonl", rows=4)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +95,12 @@ def test_the_disk_is_measured_for_a_bounded_time(tmp_path: Path, monkeypatch: py
 def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
     (found,) = check_disk(tmp_path / "missing")
     assert found.status == "bad" and "No such file" in found.found
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=4096))
+    (found,) = check_disk(tmp_path)
+    assert found.status == "bad" and "0.0 GB free" in found.found and "--disk" in found.remedy
 
 
 def test_a_hub_that_is_not_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
