@@ -136,7 +136,7 @@ class Guard:
             if self._to_agree is not None:
                 verdict_BF[-1, EXPECTED_TAG:] = self._to_agree
                 self._to_agree = None
-            verdict_BF = agree(verdict_BF, self._ranks)
+            verdict_BF = agree(verdict_BF, self._ranks, self._after_forward)
         self._next_buffer = (self._next_buffer + 1) % _BUFFERS
         self._pending.append(self._send(list(batch.reqs), verdict_BF, self._buffers[self._next_buffer]))
 
@@ -203,6 +203,11 @@ class Guard:
         return {"mode": self.settings.mode, "healthy": healthy, **self.counters.as_json()}
 
     # Inside
+
+    def _after_forward(self) -> None:
+        """What comes next on the scheduler's stream waits, on the device, for the forward that is under way."""
+        if self.on_gpu:
+            self.scheduler.schedule_stream.wait_stream(self.scheduler.forward_stream)
 
     def _nothing_runs(self) -> bool:
         """No request holds a row, and no result of one is outstanding."""

@@ -184,7 +184,7 @@ def before_chunked_abort(scheduler: Any) -> None:
 
 
 def before_stream_output(_streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> None:
-    if _GUARD is not None:
+    if _GUARD is not None and _GUARD.incidents.namespace:  # else nothing has failed yet
         for req in reqs:
             _GUARD.incidents.withhold(req)
 

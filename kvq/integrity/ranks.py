@@ -3,6 +3,7 @@
 Shape suffixes as in `table`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,15 @@ from kvq.integrity.table import BAD_INDEX, FOUND_TAG
 _LIFT = 2**32  # more than any tag: the tag of a freed page is negative, and would lose against another rank's 0
 
 
-def agree(verdict_BF: Tensor, group: Any) -> Tensor:
-    """The verdict of all ranks together, on the device, without waiting: the largest value of each field."""
+def agree(verdict_BF: Tensor, group: Any, in_turn: Callable[[], None]) -> Tensor:
+    """The verdict of all ranks together, on the device, without waiting: the largest value of each field.
+
+    `in_turn` makes the device finish the forward under way first. The forward's collectives are of other communicators,
+    and NCCL asks for one order of all of them on all ranks: where two run at a time, ranks can wait for each other.
+    """
     all_BF = verdict_BF.long()
     all_BF[:-1, FOUND_TAG] += _LIFT * (all_BF[:-1, BAD_INDEX] > 0)
+    in_turn()
     torch.distributed.all_reduce(all_BF, ReduceOp.MAX, group=group.device_group)
     all_BF[:-1, FOUND_TAG] -= _LIFT * (all_BF[:-1, BAD_INDEX] > 0)
     return all_BF.int()

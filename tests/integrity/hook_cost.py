@@ -51,6 +51,7 @@ def step(running: Any) -> None:
     hooks.after_alloc_for_decode(None, running, 1)
     hooks.before_run_batch(None, running)
     hooks.before_process_batch_result(None, running, None)
+    hooks.before_stream_output(None, running.reqs, False, None)
 
 
 def measure(page_size: int, requests: int) -> tuple[float, float, float]:

@@ -114,11 +114,27 @@ def test_what_one_rank_sees_ends_the_request_on_the_other(other_rank: dict[str, 
     assert guard.counters.double_frees == 3
 
 
+def test_ranks_agree_when_the_forward_under_way_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device: NCCL wants the collectives of the verdict and of the forward in one order on all ranks."""
+    guard = make_guard(ranks=2)
+    order: list[str] = []
+    wait_stream = lambda other: order.append(f"wait for {other}")  # noqa: E731
+    guard.scheduler.schedule_stream = SimpleNamespace(wait_stream=wait_stream)
+    guard.scheduler.forward_stream = "the forward"
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: order.append("all-reduce"))
+    monkeypatch.setattr(guard, "_writes", lambda _: None)
+    monkeypatch.setattr(guard, "_send", lambda *_: None)
+    monkeypatch.setattr(guard.tags, "check", lambda *_, **__: torch.zeros((2, 4), dtype=torch.int32))
+    guard.on_gpu = True
+    guard.before_forward(batch(request(guard, 0, 2)))
+    assert order == ["wait for the forward", "all-reduce"]
+
+
 def test_the_tag_of_a_freed_page_is_kept_against_a_sound_rank(other_rank: dict[str, Tensor]) -> None:
     group = SimpleNamespace(device_group="device", cpu_group="cpu")
     other_rank["device"] = torch.zeros((2, 4), dtype=torch.int64)
     mine = torch.tensor([[2, 7, 4, -4], [0, 1, 0, 0]], dtype=torch.int32)
-    assert agree(mine, group).tolist() == mine.tolist()
+    assert agree(mine, group, lambda: None).tolist() == mine.tolist()
     other_rank["cpu"] = torch.tensor([5])
     assert [least(count, group) for count in (4, 6)] == [4, 5]
 
