@@ -37,7 +37,7 @@ def user_data(text: str) -> "Place":
     from kvq.calibration.rows import data_place
 
     if not text:
-        raise RecipeError("the path of the data is empty. Give one, or leave the option out.")
+        raise RecipeError("--calibration or --held-out: the path is empty. Give one, or leave the option out.")
     return data_place(text) if "://" in text else user_path(text)
 
 
