@@ -19,7 +19,7 @@ from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.side_files import check_json_side_files
 from kvq.checkpoint.source import Source
 from kvq.checkpoint.unchanged import SourceWatch, source_digest
-from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, partial_of, refuse_inside
+from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, check_outside, dump_json, partial_of
 from kvq.errors import CalibrationError, CheckpointError, RecipeError
 from kvq.publish.events import Progress
 from kvq.publish.manifest import package_versions
@@ -52,8 +52,7 @@ def prepare(
     if not plan.pass_through:
         check_complete(reader, plan.facts)
     prepared = Prepared(source, reader, plan, out, chosen, target, calibration, watch, ranks)
-    if out.resolve().is_relative_to(source.folder.resolve()):
-        refuse_inside(out, source.folder)
+    check_outside(out, source.folder)
     _check_writable_later(prepared)
     side_bytes = bytes_of(source.folder / path for path in prepared.side_files)
     check_output(out, plan.output_bytes + side_bytes)

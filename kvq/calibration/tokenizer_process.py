@@ -35,8 +35,6 @@ LOG_BYTES = 2**20
 MAX_WORDS = 20  # lines that loading may say
 
 REMEDY = "Download tokenizer.json and the chat template of {} again, or give rows with `input_ids`."
-MEND = "Mend this row; where all rows fail, the template: d"
-SPLIT = "Split this text of {:,} characters; where short ones fail too, d"
 LONG_TEXT = 2**20  # characters; a row of calibration data has fewer
 
 
@@ -89,10 +87,11 @@ class TokenizerProcess:
 
     def _what_to_do(self, what: str, arguments: list[Any]) -> str:
         """A row of the user's is at fault as often as the checkpoint's files are."""
+        otherwise = self._remedy[0].lower() + self._remedy[1:]
         if what == "render":
-            return MEND + self._remedy[1:]
+            return f"Mend this row; where all rows fail, the template: {otherwise}"
         if what == "encode" and len(arguments[0]) > LONG_TEXT:
-            return SPLIT.format(len(arguments[0])) + self._remedy[1:]
+            return f"Split this text of {len(arguments[0]):,} characters; where short ones fail too, {otherwise}"
         return self._remedy
 
     def _answer(self, question: bytes) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -60,8 +60,10 @@ def check_output(out: Path, needed_bytes: int) -> None:
         )
 
 
-def refuse_inside(out: Path, source: Path) -> NoReturn:
-    raise OutputError(f"{out} lies inside the source {source}, which kvq never changes. Choose another --out.")
+def check_outside(out: Path, source: Path) -> None:
+    """Refuse an output that is the source or lies in it."""
+    if out.resolve().is_relative_to(source.resolve()):
+        raise OutputError(f"{out} lies inside the source {source}, which kvq never changes. Choose another --out.")
 
 
 def partial_of(out: Path) -> Path:

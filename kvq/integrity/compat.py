@@ -59,8 +59,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "sglang.srt.managers.schedule_batch.ScheduleBatch": ("reqs", "is_empty", "batch_is_full", "out_cache_loc"),
     _SCHEDULER: (
         "running_batch", "last_batch", "chunked_req", "result_queue", "waiting_queue", "tree_cache", "schedule_stream",
-        "forward_stream",
+        "forward_stream", "model_config",
     ),
+    "sglang.srt.configs.model_config.ModelConfig": ("is_encoder_decoder",),
     f"{_MEM}.memory_pool.ReqToTokenPool": ("req_to_token", "free_slots"),
     f"{_MEM}.radix_cache.TreeNode": ("children", "parent", "key", "value"),
     "sglang.srt.managers.schedule_batch.FINISH_ABORT": ("message", "status_code", "err_type"),

@@ -297,7 +297,7 @@ def unsupported(scheduler: Any) -> list[str]:
     allocator, cache = type(scheduler.token_to_kv_pool_allocator).__name__, type(scheduler.tree_cache).__name__
     if allocator not in ALLOCATORS:
         found.append(f"pages are allocated by {allocator}, not by one of {', '.join(ALLOCATORS)}")
-    if getattr(getattr(scheduler, "model_config", None), "is_encoder_decoder", False):
+    if scheduler.model_config.is_encoder_decoder:
         found.append("the model is an encoder-decoder, whose rows begin with the encoder's pages")
     if cache not in CACHES:
         found.append(f"prefixes are cached by {cache}, not by one of {', '.join(CACHES)}")

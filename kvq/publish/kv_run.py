@@ -23,7 +23,7 @@ from kvq.checkpoint.formats import find_quantization_config
 from kvq.checkpoint.index import MANIFEST_NAME, load_json
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
-from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, dump_json, refuse_inside
+from kvq.checkpoint.writer import CheckpointWriter, bytes_of, check_output, check_outside, dump_json
 from kvq.publish.kv_scales import SCALES_FILE, ChosenScales, choose_scales, kv_report, scale_sets, scales_file
 from kvq.publish.manifest import manifest_text
 from kvq.publish.serving_files import SERVING_FOLDER
@@ -94,9 +94,8 @@ def calibrate_kv_scales(request: KvRequest, device: torch.device, stage: Callabl
 
 def _check_place(out: Path, source: Path) -> None:
     """Beside the source, or into a checkpoint that kvq made, whose own report this is."""
-    made_by_kvq = out.resolve() == source.resolve() and (source / MANIFEST_NAME).is_file()
-    if out.resolve().is_relative_to(source.resolve()) and not made_by_kvq:
-        refuse_inside(out, source)
+    if out.resolve() != source.resolve() or not (source / MANIFEST_NAME).is_file():
+        check_outside(out, source)
 
 
 def write_kv_files(folder: Path, checkpoint: Path, files: Mapping[str, Mapping[str, Any]]) -> None:

@@ -40,7 +40,7 @@ def make_guard(page_size: int = 1, mode: Mode = "abort", ranks: int = 1, sweep_s
     scheduler = SimpleNamespace(
         server_args=SimpleNamespace(), token_to_kv_pool_allocator=PagedTokenToKVPoolAllocator(page_size),
         tree_cache=ChunkCache(), ps=SimpleNamespace(attn_tp_size=ranks), waiting_queue=[], chunked_req=None,
-        running_batch=None, last_batch=None,
+        running_batch=None, last_batch=None, model_config=SimpleNamespace(is_encoder_decoder=False),
         attn_tp_group=SimpleNamespace(device_group="device", cpu_group="cpu"), is_fully_idle=lambda: True,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((ROWS, 8 * page_size), dtype=torch.int32)),
     )  # fmt: skip

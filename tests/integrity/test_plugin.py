@@ -143,6 +143,7 @@ def fake_scheduler(allocator: str = "PagedTokenToKVPoolAllocator", cache: str = 
         server_args=SimpleNamespace(**arguments),
         token_to_kv_pool_allocator=type(allocator, (), {})(),
         tree_cache=type(cache, (), {})(),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
     )
 
 
@@ -171,7 +172,7 @@ def test_a_server_that_the_plugin_does_not_fit_is_refused(scheduler: Any, found:
 
 def test_an_encoder_decoder_is_refused() -> None:
     scheduler = fake_scheduler()
-    scheduler.model_config = SimpleNamespace(is_encoder_decoder=True)
+    scheduler.model_config.is_encoder_decoder = True
     (sentence,) = unsupported(scheduler)
     assert "encoder-decoder" in sentence
 

@@ -110,6 +110,7 @@ class Rig:
         self.waiting_queue: list[Any] = []
         self.running_batch = self.last_batch = self.chunked_req = self._pending_chunked_abort_req = None
         self.server_args = SimpleNamespace()
+        self.model_config = SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False)
         self.ps = SimpleNamespace(attn_tp_size=1, tp_rank=0, dp_rank=None)
         self.req_to_token_pool, self.token_to_kv_pool_allocator, self.tree_cache = rows, allocator, cache
         self.sent: list[Any] = []
@@ -239,9 +240,8 @@ class Rig:
         assert len(self.rows.free_slots) == ROWS
 
     def _batch(self, reqs: list[Any]) -> Any:
-        model = SimpleNamespace(vocab_size=VOCABULARY, is_encoder_decoder=False)
         return ScheduleBatch.init_new(
-            reqs, self.rows, self.allocator, self.cache, model, enable_overlap=True,
+            reqs, self.rows, self.allocator, self.cache, self.model_config, enable_overlap=True,
             spec_algorithm=self.algorithm,
         )  # fmt: skip
 
