@@ -1,17 +1,13 @@
 """`kvq` and `python -m kvq`."""
 
-import sys
-
-INTERRUPTED = "kvq: interrupted before it began.\n"
+from kvq.stop import end_with_words
 
 
 def main() -> None:
-    """The command line. Ctrl-C is one sentence also while it is still being imported."""
-    try:
-        from kvq.cli import main as run
-    except KeyboardInterrupt:
-        sys.stderr.write(INTERRUPTED)
-        sys.exit(130)
+    """The command line. A signal is one sentence also while it is still being imported."""
+    end_with_words()
+    from kvq.cli import main as run
+
     run()
 
 

@@ -23,7 +23,7 @@ from kvq.commands.tool_calls import tool_calls
 from kvq.commands.upload import upload
 from kvq.commands.verify import verify
 from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory, printable_line
-from kvq.stop import end_with_words
+from kvq.stop import INTERRUPTED_WORDS, Terminated
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
     "Offline quantization for GLM and Kimi mixture-of-experts checkpoints: FP8 in, checked INT4 experts out."
@@ -60,17 +60,18 @@ def _root(
 
 def main() -> None:
     """Entry point: an error that a person can act on is one sentence and an exit code, never a traceback."""
-    end_with_words()
     try:
         app()
     except KvqError as error:
         typer.echo(f"kvq: {error}", err=True)
         sys.exit(exit_code_of(error))
+    except Terminated as terminated:
+        stopped = terminated.as_error()
+        typer.echo(f"kvq: {stopped}", err=True)
+        sys.exit(stopped.exit_code)
     except SystemExit as stop:  # typer turns Ctrl-C into this, without a word
         if stop.code == INTERRUPTED:
-            typer.echo(
-                "kvq: interrupted. A quantization goes on from its last finished layer with the same command.", err=True
-            )
+            typer.echo(INTERRUPTED_WORDS, err=True, nl=False)
         raise
     except OSError as error:  # a place that no command has looked at before
         found = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)

@@ -1,28 +1,73 @@
 """SIGINT and SIGTERM as a request: the step at work is finished first. A second signal ends at once.
 
-Where there are no steps SIGTERM is an error like others, with a message, as SIGINT is Python's own KeyboardInterrupt.
+Where there are no steps SIGTERM ends the command with a message, as SIGINT does by Python's own KeyboardInterrupt.
 """
 
 import os
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from kvq.errors import StoppedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED_WORDS = "kvq: interrupted. A quantization goes on from its last finished layer with the same command.\n"
+
+
+class Terminated(BaseException):
+    """SIGTERM came where no steps are counted. Not an Exception: other people's code takes those for its own errors."""
+
+    def as_error(self) -> StoppedError:
+        """What is said of it, with exit code 143."""
+        return StoppedError("stopped by SIGTERM. What is finished is kept; run the same command again.", signal.SIGTERM)
+
+
+class _EndWithWords:
+    """The handler of both signals where there are no steps.
+
+    A second SIGTERM ends the process at once, as if there were no handler.
+    """
+
+    def __init__(self) -> None:
+        self.terminated = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and self.terminated:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.terminated = self.terminated or number == signal.SIGTERM
+        _end_if_importing(number, frame)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+def _end_if_importing(number: int, frame: FrameType | None) -> None:
+    """End the process where modules are being imported: nothing may be raised there.
+
+    torch tries imports with a bare `except:` and goes on with a module half imported; from its C++ parts an exception
+    aborts the process. A kill is safe at any point, so this is; only what is open stays as a kill leaves it.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(
+                2, (INTERRUPTED_WORDS if number == signal.SIGINT else f"kvq: {Terminated().as_error()}\n").encode()
+            )
+            os._exit(128 + number)
+        frame = frame.f_back
 
 
 def end_with_words() -> None:
-    """From now on SIGTERM raises StoppedError in the main thread; a second one ends the process at once."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _raise)
+    """From now on SIGINT and SIGTERM end a command with a sentence, 130 or 143, wherever they come.
 
-
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise StoppedError("stopped by SIGTERM. What is finished is kept; run the same command again.", number)
+    Left alone are a handler that is there already (a notebook's, a test's) and threads other than the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handler = _EndWithWords()
+    for number, usual in zip(SIGNALS, (signal.default_int_handler, signal.SIG_DFL), strict=True):
+        if signal.getsignal(number) is usual:
+            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -34,6 +79,11 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        before = self._before[signal.SIGTERM]
+        if (
+            isinstance(before, _EndWithWords) and before.terminated
+        ):  # a bare `except:`, or a destructor, has swallowed it
+            self.signal = signal.SIGTERM
         return self
 
     def __exit__(
@@ -44,6 +94,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
+            _end_if_importing(number, frame)
             raise KeyboardInterrupt
         self.signal = number
         os.write(2, b"kvq: stopping when this step is finished; a second signal stops at once\n")

@@ -1,8 +1,13 @@
 """docs/exit-codes.md and the README say what kvq/errors.py does."""
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +15,9 @@ import pytest
 import kvq
 from kvq import errors
 from kvq.errors import KvqError, StoppedError, exit_code_of
-from kvq.stop import StopRequest, end_with_words
+from kvq.publish.events import open_events
+from kvq.stop import SIGNALS, StopRequest, Terminated, end_with_words
+from tests.checkpoints import make_checkpoint
 
 ROOT = Path(kvq.__file__).parent.parent
 ROW = re.compile(r"^\| (\d+) \| (\w*) ?\| (.+?) \| (.+?) \|$", re.M)
@@ -52,17 +59,83 @@ def test_other_errors(error: BaseException, code: int) -> None:
     assert exit_code_of(error) == code
 
 
-def test_sigterm_where_nothing_waits_for_a_step_is_an_error_with_words() -> None:
-    """Within a StopRequest it stays a request; a second one ends the process as ever."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+@pytest.fixture
+def words() -> Iterator[None]:
+    before = [(number, signal.getsignal(number)) for number in SIGNALS]
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         end_with_words()
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.signal == signal.SIGTERM
-        with pytest.raises(StoppedError, match="stopped by SIGTERM") as caught:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert exit_code_of(caught.value) == 143
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("words")
+def test_sigterm_where_nothing_waits_for_a_step_ends_the_command_with_words() -> None:
+    """Within a StopRequest it stays a request."""
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.signal == signal.SIGTERM
+    with pytest.raises(Terminated) as caught:
+        os.kill(os.getpid(), signal.SIGTERM)
+    error = caught.value.as_error()
+    assert exit_code_of(error) == 143 and "stopped by SIGTERM" in str(error)
+
+
+@pytest.mark.usefixtures("words")
+def test_sigterm_is_no_error_of_the_code_that_it_comes_into() -> None:
+    with pytest.raises(Terminated):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise ModuleNotFoundError("Could not import module") from error
+
+
+@pytest.mark.usefixtures("words")
+def test_a_swallowed_sigterm_is_still_asked_of_the_steps() -> None:
+    with suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with StopRequest() as stop:
+        assert stop.signal == signal.SIGTERM
+
+
+def test_a_second_sigterm_ends_the_process_at_once() -> None:
+    text = (
+        "import os, signal\nfrom kvq.stop import end_with_words\nend_with_words()\n"
+        "for _ in range(2):\n    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    except BaseException:\n        print('once', flush=True)\nprint('never')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "once\n")
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize("module", ["kvq.cli", "numpy.dtypes", "transformers.modeling_utils"])
+def test_a_signal_in_the_middle_of_an_import_ends_a_command_with_words(
+    module: str, name: str, code: int, tmp_path: Path
+) -> None:
+    """Raised there it was swallowed by torch's bare `except:`, and numpy was left half imported (CI, 2026-11-30)."""
+    text = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        f"            os.kill(os.getpid(), signal.{name})\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from kvq.__main__ import main\nmain()\n"
+    )
+    source = make_checkpoint(tmp_path / "source", "kimi_k2")
+    arguments = ["quantize", str(source), "--out", str(tmp_path / "out"), "--events", str(tmp_path / "events")]
+    done = subprocess.run([sys.executable, "-c", text, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    words = {"SIGTERM": "stopped by SIGTERM. What is finished is kept", "SIGINT": "interrupted. A quantization goes on"}
+    assert done.stderr.splitlines()[-1].startswith(f"kvq: {words[name]}"), done.stderr
+
+
+def test_the_event_log_tells_of_a_sigterm_between_the_steps(tmp_path: Path) -> None:
+    with pytest.raises(Terminated), open_events(tmp_path / "events", "quantize"):
+        raise Terminated
+    last = json.loads((tmp_path / "events").read_text().splitlines()[-1])
+    assert (last["event"], last["exit_code"], last["signal"]) == ("run_stopped", 143, "SIGTERM")

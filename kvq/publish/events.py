@@ -17,6 +17,7 @@ from kvq import __version__
 from kvq.checkpoint.source import Source
 from kvq.errors import INTERRUPTED, OutputError, StoppedError, exit_code_of
 from kvq.recipes.plan import QuantPlan
+from kvq.stop import Terminated
 
 VERSION = 1
 LAST_LINE_BYTES = 1 << 20
@@ -143,7 +144,8 @@ def open_events(path: Path | None, command: str) -> Iterator[EventLog]:
     try:
         log.emit("run_started", command=command, kvq_version=__version__, pid=os.getpid())
         yield log
-    except StoppedError as error:
+    except (StoppedError, Terminated) as stop:
+        error = stop.as_error() if isinstance(stop, Terminated) else stop
         name = signal.Signals(error.exit_code - 128).name
         log.emit("run_stopped", exit_code=error.exit_code, signal=name, message=str(error))
         raise

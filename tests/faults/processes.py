@@ -1,7 +1,8 @@
 """`kvq quantize` as a real process that can be killed or hindered at any call: a fork of one that has all imports done.
 
-The fork needs no ten seconds of imports, and is otherwise what a shell would start: `kvq.cli.main` with its arguments,
-one process id, its own exit code. shim.c, preloaded, counts its calls. Meant for a process of its own, with one thread.
+The fork needs no ten seconds of imports, and is otherwise what a shell would start: `kvq.__main__.main` with its
+arguments, one process id, its own exit code. shim.c, preloaded, counts its calls. Meant for a process of its own, with
+one thread.
 """
 
 import argparse
@@ -22,8 +23,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from kvq.__main__ import main
 from kvq.checkpoint.journal import FOLDER, parked
-from kvq.cli import main
 from kvq.console import RunProgress
 from tests.checkpoints import TINY, Options, Tiny, make_checkpoint
 from tests.runs import SETTINGS, output_bytes, quantize, write_calibration
