@@ -1,11 +1,13 @@
 """SIGINT and SIGTERM as a request: the step at work is finished first. A second signal ends at once.
 
-Where there are no steps SIGTERM ends the command with a message, as SIGINT does by Python's own KeyboardInterrupt.
+Where there are no steps a signal ends the command with a sentence: raised as an exception that closes what is open, or,
+while modules are being imported, at once.
 """
 
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -50,11 +52,14 @@ def _end_if_importing(number: int, frame: FrameType | None) -> None:
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            os.write(
-                2, (INTERRUPTED_WORDS if number == signal.SIGINT else f"kvq: {Terminated().as_error()}\n").encode()
-            )
+            _say(INTERRUPTED_WORDS if number == signal.SIGINT else f"kvq: {Terminated().as_error()}\n")
             os._exit(128 + number)
         frame = frame.f_back
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # of a closed screen, or a pipe without a reader: raised here it would hit the step at work
+        os.write(2, text.encode())
 
 
 def end_with_words() -> None:
@@ -80,9 +85,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         before = self._before[signal.SIGTERM]
-        if (
-            isinstance(before, _EndWithWords) and before.terminated
-        ):  # a bare `except:`, or a destructor, has swallowed it
+        if isinstance(before, _EndWithWords) and before.terminated:  # somebody's bare `except:` has swallowed it
             self.signal = signal.SIGTERM
         return self
 
@@ -97,4 +100,4 @@ class StopRequest:
             _end_if_importing(number, frame)
             raise KeyboardInterrupt
         self.signal = number
-        os.write(2, b"kvq: stopping when this step is finished; a second signal stops at once\n")
+        _say("kvq: stopping when this step is finished; a second signal stops at once\n")

@@ -101,6 +101,15 @@ def test_a_swallowed_sigterm_is_still_asked_of_the_steps() -> None:
         assert stop.signal == signal.SIGTERM
 
 
+def test_a_signal_with_a_screen_that_is_gone_is_still_a_request() -> None:
+    text = (
+        "import os, signal\nfrom kvq.stop import StopRequest\nos.close(2)\n"
+        "with StopRequest() as stop:\n    os.kill(os.getpid(), signal.SIGTERM)\n    print(stop.signal)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{signal.SIGTERM.value}\n")
+
+
 def test_a_second_sigterm_ends_the_process_at_once() -> None:
     text = (
         "import os, signal\nfrom kvq.stop import end_with_words\nend_with_words()\n"
