@@ -1,8 +1,9 @@
 """Faults for tests of the plugin, on a server that serves nobody. KVQ_KV_TAGS_FAULTS="rate=0.01,seed=1" turns them on.
 
-Each scheduling step, with this probability, one of: a page of a running request is freed while it is in use; an entry
-of a running request's page table is pointed at a foreign page; the allocator's free list is given a page in use. Each
-is written to the log as JSON with the requests that refer to the page, so that a test can see who was affected.
+With this probability, before each step is planned (`at=plan+check+results`: also between planning and the check, and
+before results are processed), one of: a page of a running request is freed while it is in use; an entry of a running
+request's page table is pointed at a foreign page; the allocator's free list is given a page in use. Each is written to
+the log as JSON with the requests that refer to the page, so that a test can see who was affected.
 Tensor-parallel ranks throw the same dice: each damages itself in the same way, or with `rank=0` only that one.
 """
 
@@ -20,14 +21,16 @@ KINDS = ("free", "swap", "double")
 _DICE: random.Random | None = None
 
 
-def inject(scheduler: Any, guard: Guard, text: str) -> None:
-    """One step's fault, if the dice say so."""
+def inject(scheduler: Any, guard: Guard, text: str, moment: str = "plan", batch: Any = None) -> None:
+    """A fault, if this is one of the moments and the dice say so. `batch`: the one at work, where there is one."""
     global _DICE
     options = dict(part.split("=", 1) for part in text.split(","))
+    if moment not in options.get("at", "plan").split("+"):
+        return
     _DICE = _DICE or random.Random(int(options.get("seed", "0")))
     if _DICE.random() >= float(options["rate"]):
         return
-    reqs = [req for req in _running(scheduler) if not guard.incidents.failed(req)]
+    reqs = [req for req in _running(scheduler, batch) if not guard.incidents.failed(req)]
     if len(reqs) < 2:
         return
     kinds = options.get("kinds", "+".join(KINDS)).split("+")
@@ -59,8 +62,9 @@ def _misuse(guard: Guard, kind: str, page: int) -> None:
         allocator.free(page_N * guard.page_size)
 
 
-def _running(scheduler: Any) -> list[Any]:
-    reqs = [req for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None for req in batch.reqs]
+def _running(scheduler: Any, at_work: Any) -> list[Any]:
+    batches = (scheduler.running_batch, scheduler.last_batch, at_work)
+    reqs = [req for batch in batches if batch is not None for req in batch.reqs]
     unique = {req.rid: req for req in reqs if req.req_pool_idx is not None and not req.finished()}
     return [unique[rid] for rid in sorted(unique)]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvq.errors import RecipeError
 from kvq.integrity.counters import Counters
 from kvq.integrity.incidents import Incidents
-from kvq.integrity.ranks import agree, least
+from kvq.integrity.ranks import agree, least, lifted, lower
 from kvq.integrity.settings import Settings
 from kvq.integrity.table import BAD_PAGE, EXPECTED_TAG, FOUND_TAG, VERDICT_FIELDS, PageTags, Writes, read_verdict
 
@@ -65,13 +65,14 @@ class Guard:
         self.matched_len = 0  # of the key inserted last, the tokens that the prefix cache had already
         self._pending: deque[Pending] = deque()
         self._swept: Pending | None = None
-        self._buffers = [self._host((slots_RS.shape[0] + 1, VERDICT_FIELDS)) for _ in range(_BUFFERS)]
-        self._sweep_buffer = self._host((1, VERDICT_FIELDS))
+        self._ranks = scheduler.attn_tp_group if scheduler.ps.attn_tp_size > 1 else None
+        dtype = torch.int32 if self._ranks is None else torch.int64  # as `lifted` makes it
+        self._buffers = [self._host((slots_RS.shape[0] + 1, VERDICT_FIELDS), dtype) for _ in range(_BUFFERS)]
+        self._sweep_buffer = self._host((1, VERDICT_FIELDS), torch.int32)
         self._next_buffer = 0
         self._double_frees = 0
         self._worked = False
         self._last_sweep = self._last_export = time.monotonic()
-        self._ranks = scheduler.attn_tp_group if scheduler.ps.attn_tp_size > 1 else None
         self.incidents.alone = self._ranks is None
         self._to_agree: Tensor | None = None  # a sweep's result on this rank
 
@@ -136,7 +137,7 @@ class Guard:
             if self._to_agree is not None:
                 verdict_BF[-1, EXPECTED_TAG:] = self._to_agree
                 self._to_agree = None
-            verdict_BF = agree(verdict_BF, self._ranks, self._after_forward)
+            verdict_BF = agree(lifted(verdict_BF), self._ranks, self._after_forward)
         self._next_buffer = (self._next_buffer + 1) % _BUFFERS
         self._pending.append(self._send(list(batch.reqs), verdict_BF, self._buffers[self._next_buffer]))
 
@@ -173,8 +174,8 @@ class Guard:
             self.incidents.put_in_order()
             if self.scheduler.running_batch is not None:
                 self.scheduler.running_batch.batch_is_full = False  # else those that did not fit are not tried again
-        if self._ranks is not None and self.incidents.unsettled:
-            self.incidents.keep_free(least(self.incidents.free_pages(), self._ranks))
+        if self._ranks is not None:
+            self._level_ranks(self._ranks)
         self.between_steps()
 
     def between_steps(self) -> None:
@@ -204,6 +205,23 @@ class Guard:
 
     # Inside
 
+    def _level_ranks(self, group: Any) -> None:
+        """From here to the end of planning each rank has as many free pages as the others.
+
+        So what is still to be read or settled comes first: for an entry that was overwritten on one rank, that rank
+        alone has to lend a page. The verdict of the forward under way is there by now, so reading it costs no waiting.
+        """
+        self.read_all()
+        if not self.incidents.unsettled:
+            return
+        scheduler = self.scheduler
+        scheduler.process_pending_chunked_abort()  # which planning would begin with
+        for batch in (scheduler.running_batch, scheduler.last_batch):
+            for req in [] if batch is None else batch.reqs:
+                if req.req_pool_idx is not None and self.incidents.failed(req):
+                    self.incidents.settle(req)
+        self.incidents.keep_free(least(self.incidents.free_pages(), group))
+
     def _after_forward(self) -> None:
         """What comes next on the scheduler's stream waits, on the device, for the forward that is under way."""
         if self.on_gpu:
@@ -227,6 +245,8 @@ class Guard:
         if pending.arrived is not None:
             pending.arrived.synchronize()
         values = pending.verdict_BF.tolist()
+        if self._ranks is not None:
+            lower(values)
         double_frees = values[-1][BAD_PAGE]
         if double_frees > self._double_frees:
             self.counters.double_frees += double_frees - self._double_frees
@@ -273,8 +293,8 @@ class Guard:
         host_B = torch.tensor(values, dtype=torch.int64, pin_memory=self.on_gpu)
         return host_B.to(self.tags.slots_RS.device, non_blocking=True)
 
-    def _host(self, shape: tuple[int, int]) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, pin_memory=self.on_gpu)
+    def _host(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.on_gpu)
 
 
 def make_tags(slots_RS: Tensor, num_pages: int, page_size: int) -> PageTags:

@@ -160,14 +160,18 @@ def before_next_batch(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             faults.inject(scheduler, _GUARD, _SETTINGS.faults)
 
 
-def before_run_batch(_scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+def before_run_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     if _GUARD is not None:
+        if _SETTINGS.faults:
+            faults.inject(scheduler, _GUARD, _SETTINGS.faults, "check", batch)
         _GUARD.before_forward(batch)
 
 
-def before_process_batch_result(_scheduler: Any, batch: Any, _result: Any) -> None:
+def before_process_batch_result(scheduler: Any, batch: Any, _result: Any) -> None:
     if _GUARD is not None:
         _GUARD.before_results(batch)
+        if _SETTINGS.faults:
+            faults.inject(scheduler, _GUARD, _SETTINGS.faults, "results", batch)
 
 
 def before_chunked_abort(scheduler: Any) -> None:

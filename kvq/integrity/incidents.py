@@ -53,6 +53,8 @@ class Incidents:
             return
         self.unsettled = True
         self.start_afresh()
+        # Also where it has finished already: its row would enter the cache with the page that settling lends it.
+        req.skip_radix_cache_insert = True
         if not req.finished():
             self.counters.aborted += 1
             self._end(req, message)
@@ -122,6 +124,10 @@ class Incidents:
     def queued(self, req: Any) -> None:
         """Puts a request that holds no pages into the present namespace of the prefix cache."""
         if self.namespace and req.req_pool_idx is None:
+            if getattr(req.to_finish, "err_type", None) == ERROR_TYPE:
+                # Retracted before it could end. It ends with the first result of its new pages, which are sound: while
+                # it skipped the cache, SGLang would prefill its first chunk again and again.
+                req.skip_radix_cache_insert = False
             own_key = (req.extra_key or "").split(f"|{NAMESPACE}")[0]
             req.extra_key = f"{own_key}|{NAMESPACE}-{self.namespace}"
 
@@ -184,7 +190,6 @@ class Incidents:
         req.to_finish = self.reason(req)
         # What has been generated up to here was checked; what the forward under way gives is cut off.
         req.finished_len = len(req.output_ids)
-        req.skip_radix_cache_insert = True
         if self.scheduler.chunked_req is req:
             self.scheduler._pending_chunked_abort_req = req
 

@@ -42,6 +42,7 @@ def make_guard(page_size: int = 1, mode: Mode = "abort", ranks: int = 1, sweep_s
         tree_cache=ChunkCache(), ps=SimpleNamespace(attn_tp_size=ranks), waiting_queue=[], chunked_req=None,
         running_batch=None, last_batch=None, model_config=SimpleNamespace(is_encoder_decoder=False),
         attn_tp_group=SimpleNamespace(device_group="device", cpu_group="cpu"), is_fully_idle=lambda: True,
+        process_pending_chunked_abort=lambda: None,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((ROWS, 8 * page_size), dtype=torch.int32)),
     )  # fmt: skip
     return Guard(scheduler, Settings(mode, sweep_seconds))

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvq.integrity import hooks
 from kvq.integrity.counters import Counters
 from kvq.integrity.guard import EXPORT_SECONDS, Guard
-from kvq.integrity.ranks import agree, least
+from kvq.integrity.ranks import agree, least, lifted, lower
 from kvq.integrity.settings import Mode
 from tests.integrity.stub_scheduler import PAGES, PagedTokenToKVPoolAllocator, batch, make_guard, request
 
@@ -134,7 +134,9 @@ def test_the_tag_of_a_freed_page_is_kept_against_a_sound_rank(other_rank: dict[s
     group = SimpleNamespace(device_group="device", cpu_group="cpu")
     other_rank["device"] = torch.zeros((2, 4), dtype=torch.int64)
     mine = torch.tensor([[2, 7, 4, -4], [0, 1, 0, 0]], dtype=torch.int32)
-    assert agree(mine, group, lambda: None).tolist() == mine.tolist()
+    values = agree(lifted(mine), group, lambda: None).tolist()
+    lower(values)
+    assert values == mine.tolist()
     other_rank["cpu"] = torch.tensor([5])
     assert [least(count, group) for count in (4, 6)] == [4, 5]
 
@@ -164,7 +166,7 @@ def test_ranks_plan_with_as_many_free_pages_until_all_is_in_order(other_rank: di
     guard.next_step()  # sound: nobody waits for anybody
     assert guard.incidents.free_pages() == PAGES
     guard.incidents.unsettled = guard._worked = True
-    guard.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False)
+    guard.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False, reqs=[])
     guard.next_step()
     assert guard.incidents.free_pages() == PAGES - 3
     guard.idle()
@@ -204,7 +206,7 @@ def test_an_emptied_pool_has_every_page_once(other_rank: dict[str, Tensor], monk
     monkeypatch.setattr(hooks, "_GUARD", guard)
     other_rank["cpu"] = torch.tensor([5])
     guard.incidents.unsettled = guard._worked = True
-    guard.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False)
+    guard.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False, reqs=[])
     guard.next_step()
     guard.allocator.free_pages = torch.arange(1, PAGES + 1)
     hooks.after_clear(None, guard.allocator)
@@ -244,7 +246,7 @@ def test_other_pools_pages_are_none_of_its_business(monkeypatch: pytest.MonkeyPa
 def test_after_a_violation_who_waits_does_not_find_what_is_cached() -> None:
     """The key of the cache changes for requests without pages, by one word, however often; the user's own stays."""
     guard = make_guard()
-    waiting = [SimpleNamespace(req_pool_idx=None, extra_key=key) for key in (None, "salt")]
+    waiting = [SimpleNamespace(req_pool_idx=None, extra_key=key, to_finish=None) for key in (None, "salt")]
     holding = SimpleNamespace(req_pool_idx=3, extra_key="salt")
     guard.scheduler.waiting_queue = [*waiting, holding]
     for number in (1, 2):

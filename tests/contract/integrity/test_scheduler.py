@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("tests.contract.engine", reason="make contract")
 import sglang
 
-from kvq.integrity import compat, hooks
+from kvq.integrity import compat, guard, hooks
 
 if sglang.__version__ not in compat.SUPPORTED_VERSIONS:
     pytest.skip(f"SGLang {sglang.__version__} is refused, see test_refusal", allow_module_level=True)
@@ -64,6 +64,14 @@ def test_faults_at_random_times_end_whom_they_touch_and_no_other_answer_changes(
     assert health(done)["violations"] >= len(done.ended) and health(done)["healthy"] is False
 
 
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_faults_at_any_moment_of_a_step(setup: Setup) -> None:
+    """Before planning, between planning and the check, and before results are processed."""
+    done = run(setup, 300, seed=7, mode="abort", faults="rate=0.02,seed=2,at=plan+check+results")
+    assert_sound(done, 300)
+    assert len(done.faults) > 20 and len(done.ended) > 10
+
+
 def test_a_request_that_needs_the_pages_out_of_use_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a violation one waits for nearly the whole pool, so the engine never becomes idle."""
     dice = random.Random(1)
@@ -88,6 +96,68 @@ def test_a_request_that_needs_the_pages_out_of_use_gets_them(monkeypatch: pytest
     assert done.endings == {"r0": "tags", "r1": "full", "r2": "full"}
 
 
+def test_the_row_of_one_that_finished_before_its_violation_was_read_is_not_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page that stands in for a lost one has a sound record: a request with the same prompt would have taken it."""
+    prompt = load._tokens(random.Random(1), 74)
+    asked = [load.Asked("r0", prompt, 1, None), load.Asked("r1", list(prompt), 30, None)]
+    monkeypatch.setattr(scheduler_runs, "mixed_load", lambda *_: asked)
+    receive = load.Client.receive
+    held: list[Any] = []
+    harmed: list[int] = []
+
+    def receive_and_harm(client: load.Client, scheduler: Any) -> list[Any]:
+        held.extend(receive(client, scheduler))
+        if scheduler.forward_ct == 1 and not harmed and scheduler.last_batch is not None:
+            reqs = {req.rid: req for req in scheduler.last_batch.reqs}
+            assert set(reqs) == {"r0", "r1"}
+            harmed.append(25)  # a page that nobody has; the batch under way is checked already
+            hooks._GUARD.tags._set_page(reqs["r0"].req_pool_idx, 0, 25)  # type: ignore[union-attr]
+        new, held[:] = (list(held), []) if len(held) != 1 else ([], held)  # both in one batch
+        return new
+
+    monkeypatch.setattr(load.Client, "receive", receive_and_harm)
+    done = run(Setup("mla", 64, ("--chunked-prefill-size", "512")), 2, seed=4, mode="abort")
+    assert (done.wrong, done.exposed, health(done)["violations"]) == ([], [], 1)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_a_failed_request_that_is_retracted_before_it_ends_still_ends(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt is longer than a chunk: it must not be prefilled for ever."""
+    dice = random.Random(1)
+    asked = [load.Asked(f"r{at}", load._tokens(dice, (60, 200, 20)[at]), (150, 60, 1)[at], None) for at in range(3)]
+    monkeypatch.setattr(scheduler_runs, "mixed_load", lambda *_: asked)
+    receive = load.Client.receive
+    held: dict[str, Any] = {}
+    harmed: list[int] = []
+
+    def receive_and_harm(client: load.Client, scheduler: Any) -> list[Any]:
+        new = receive(client, scheduler)
+        for one in [one for one in new if getattr(one, "rid", "r0") != "r0"]:
+            new.remove(one)
+            held[one.rid] = one
+        # Batch 39 is the prefill of r2, so the verdict about the decode before it is read in results without r1.
+        for rid, step in (("r1", 10), ("r2", 38)):
+            if scheduler.forward_ct == step and rid in held:
+                new.append(held.pop(rid))
+        if scheduler.forward_ct == 39 and not harmed:
+            running = {req.rid: req for req in scheduler.running_batch.reqs}
+            at = 30 if page_size == 1 else 0
+            tags = hooks._GUARD.tags  # type: ignore[union-attr]
+            harmed.append(int(tags._page_range(running["r0"].req_pool_idx, at, at + 1)[0]))
+            tags._set_page(running["r1"].req_pool_idx, at, harmed[0])
+        assert client.turn < 900, "nothing moves"
+        return new
+
+    monkeypatch.setattr(load.Client, "receive", receive_and_harm)
+    done = run(Setup("mla", page_size), 3, seed=4, mode="abort")
+    assert_sound(done, 3)
+    assert done.endings == {"r0": "full", "r1": "tags", "r2": "full"}
+
+
 def test_the_same_faults_send_wrong_tokens_where_they_are_only_reported() -> None:
     """So the faults are real, and the model shows them."""
     done = run(SETUPS[1], 300, seed=6, mode="log", faults=FAULTS)
@@ -105,6 +175,40 @@ def test_a_fault_on_one_rank_ends_the_request_on_both_in_the_same_step(page_size
         assert_sound(done, 150)
     assert (first.steps, first.endings, first.answers) == (second.steps, second.endings, second.answers)
     assert health(first)["last_violation"] == health(second)["last_violation"] != ""
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_faults_at_any_moment_of_a_step_on_one_rank(page_size: int) -> None:
+    faults = "rate=0.1,seed=2,kinds=swap,rank=0,at=check+results"
+    first, second = run_ranks(Setup("mla", page_size), 150, seed=2, faults=[faults, faults])
+    assert len(first.faults) > 10 and second.faults == []
+    for done in (first, second):
+        assert_sound(done, 150)
+    assert (first.steps, first.endings, first.answers) == (second.steps, second.endings, second.answers)
+
+
+def test_a_prefill_that_one_rank_alone_has_to_settle_is_settled_before_planning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Settling takes a page: a rank that did so while it planned had one less, and admitted other requests."""
+    dice, before_forward = random.Random(1), guard.Guard.before_forward
+
+    def harm_and_check(self: guard.Guard, batch: Any) -> None:
+        req = self.scheduler.chunked_req
+        if req in batch.reqs and not self.incidents.failed(req) and dice.random() < 0.5:
+            first, end = req.cache_protected_len // 64, -(-req.kv.kv_allocated_len // 64)
+            foreign = dice.randrange(1, self.tags.num_pages)
+            if first < end and self.scheduler.ps.tp_rank == 0:
+                self.tags._set_page(req.req_pool_idx, first, foreign)
+        before_forward(self, batch)
+
+    monkeypatch.setattr(guard.Guard, "before_forward", harm_and_check)
+    for seed in (1, 2):
+        first, second = run_ranks(Setup("mla", 64), 120, seed=seed, faults=["", ""])
+        assert len(first.ended) > 3
+        for done in (first, second):
+            assert_sound(done, 120)
+        assert (first.steps, first.endings, first.answers) == (second.steps, second.endings, second.answers)
 
 
 def test_the_same_faults_on_both_ranks() -> None:
