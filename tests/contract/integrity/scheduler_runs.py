@@ -186,7 +186,7 @@ def faults(arguments: argparse.Namespace) -> None:
     )
     for setup in arguments.setups:
         for seed in range(1, arguments.seeds + 1):
-            spec = f"rate={arguments.rate},seed={seed},kinds=free+swap+double"
+            spec = f"rate={arguments.rate},seed={seed},kinds=free+swap+double,at={arguments.at}"
             try:
                 logged = str(len(run(setup, arguments.requests, seed, mode="log", faults=spec).wrong))
             except AssertionError as error:
@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("command", choices=["alarms", "faults"])
     parser.add_argument("--requests", type=int)
     parser.add_argument("--rate", type=float, default=0.03, help="faults per turn of the scheduler")
+    parser.add_argument("--at", default="plan", help="moments of a turn, such as plan+check+results; each has the rate")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of setups, from 0")
     arguments = parser.parse_args()
