@@ -23,6 +23,7 @@ from kvq.commands.tool_calls import tool_calls
 from kvq.commands.upload import upload
 from kvq.commands.verify import verify
 from kvq.errors import INTERRUPTED, KvqError, exit_code_of, is_out_of_memory, printable_line
+from kvq.screen import tell
 from kvq.stop import INTERRUPTED_WORDS, Terminated
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
@@ -63,28 +64,30 @@ def main() -> None:
     try:
         app()
     except KvqError as error:
-        typer.echo(f"kvq: {error}", err=True)
+        tell(f"kvq: {error}\n")
         sys.exit(exit_code_of(error))
     except Terminated as terminated:
         stopped = terminated.as_error()
-        typer.echo(f"kvq: {stopped}", err=True)
+        tell(f"kvq: {stopped}\n")
         sys.exit(stopped.exit_code)
+    except KeyboardInterrupt:  # before typer looks out for it
+        tell(INTERRUPTED_WORDS)
+        sys.exit(INTERRUPTED)
     except SystemExit as stop:  # typer turns Ctrl-C into this, without a word
         if stop.code == INTERRUPTED:
-            typer.echo(INTERRUPTED_WORDS, err=True, nl=False)
+            tell(INTERRUPTED_WORDS)
         raise
     except OSError as error:  # a place that no command has looked at before
         found = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        typer.echo(f"kvq: {printable_line(found)}. Mend that, and run the same command again.", err=True)
+        tell(f"kvq: {printable_line(found)}. Mend that, and run the same command again.\n")
         sys.exit(exit_code_of(error))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         reason = str(error).split(". ")[0] or "the host has no memory left"
-        typer.echo(
+        tell(
             f"kvq: out of memory ({reason}). Use fewer or shorter calibration sequences: --set "
-            "num_calibration_samples=..., --set max_seq_length=... (with --restart: it is another run then).",
-            err=True,
+            "num_calibration_samples=..., --set max_seq_length=... (with --restart: it is another run then).\n"
         )
         sys.exit(exit_code_of(error))
 

@@ -14,6 +14,7 @@ from kvq import __version__
 from kvq.calibration.dataset import TokenSet, check_rows, load_packed
 from kvq.calibration.forward import check_complete, pick_device
 from kvq.calibration.rows import Place
+from kvq.checkpoint.index import MANIFEST_NAME
 from kvq.checkpoint.journal import Journal
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.side_files import check_json_side_files
@@ -42,6 +43,10 @@ def prepare(
 ) -> Prepared:
     """Plan the run and check the place to write. Raises the error that the run would die of, before it starts."""
     chosen = pick_device(device)
+    if (source.folder / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            f"{source.folder} is an output of kvq ({MANIFEST_NAME}). Quantize the checkpoint that it was made from."
+        )
     reader = CheckpointReader(source.folder)
     watch = SourceWatch(source.folder, reader.index.shards)
     plan = resolve_plan(recipe, reader.config, reader.index, ranks.size)
@@ -53,6 +58,10 @@ def prepare(
         check_complete(reader, plan.facts)
     prepared = Prepared(source, reader, plan, out, chosen, target, calibration, watch, ranks)
     check_outside(out, source.folder)
+    if prepared.left_out:
+        folders = ", ".join(f"{name}/" for name in prepared.left_out)
+        note = f"not copied from the source: {folders}, which kvq writes itself"
+        prepared = replace(prepared, plan=replace(plan, warnings=(*plan.warnings, note)))
     _check_writable_later(prepared)
     side_bytes = bytes_of(source.folder / path for path in prepared.side_files)
     check_output(out, plan.output_bytes + side_bytes)

@@ -19,7 +19,7 @@ from kvq.calibration.kv_stats import KvStatistics
 from kvq.calibration.rows import Place
 from kvq.checkpoint.dequant import load_weight
 from kvq.checkpoint.desk import WritingDesk
-from kvq.checkpoint.index import MANIFEST_NAME
+from kvq.checkpoint.index import MANIFEST_NAME, REPORTS
 from kvq.checkpoint.journal import Journal, Step, keeps_state
 from kvq.checkpoint.reader import CheckpointReader
 from kvq.checkpoint.source import Source
@@ -46,6 +46,7 @@ from kvq.stop import StopRequest
 # The source's model card says things that are no longer true of the output.
 RENAMED_SIDE_FILES = {CARD: SOURCE_CARD}
 WRITTEN_BY_KVQ = ("config.json", MANIFEST_NAME)
+FOLDERS_OF_KVQ = (SERVING_FOLDER, REPORTS)  # of the output, not of what it was made from
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,13 @@ class Prepared:
 
     @property
     def side_files(self) -> list[Path]:
-        return [path for path in self.reader.side_files() if str(path) not in WRITTEN_BY_KVQ]
+        files = (path for path in self.reader.side_files() if str(path) not in WRITTEN_BY_KVQ)
+        return [path for path in files if path.parts[0] not in FOLDERS_OF_KVQ]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The source's folders that kvq writes itself in an output."""
+        return sorted({path.parts[0] for path in self.reader.side_files()} & set(FOLDERS_OF_KVQ))
 
 
 @dataclass(eq=False)

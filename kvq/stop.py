@@ -6,10 +6,11 @@ while modules are being imported, at once.
 
 import os
 import signal
+import sys
 import threading
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from kvq.errors import StoppedError
 
@@ -52,9 +53,22 @@ def _end_if_importing(number: int, frame: FrameType | None) -> None:
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            _say(INTERRUPTED_WORDS if number == signal.SIGINT else f"kvq: {Terminated().as_error()}\n")
-            os._exit(128 + number)
+            _end(number)
         frame = frame.f_back
+
+
+def _end_where_nothing_is_raised(unraisable: "sys.UnraisableHookArgs") -> None:
+    """A signal that came into a finalizer would be printed, and forgotten."""
+    if isinstance(unraisable.exc_value, Terminated):
+        _end(signal.SIGTERM)
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        _end(signal.SIGINT)
+    sys.__unraisablehook__(unraisable)
+
+
+def _end(number: int) -> NoReturn:
+    _say(INTERRUPTED_WORDS if number == signal.SIGINT else f"kvq: {Terminated().as_error()}\n")
+    os._exit(128 + number)
 
 
 def _say(text: str) -> None:
@@ -69,6 +83,7 @@ def end_with_words() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
+    sys.unraisablehook = _end_where_nothing_is_raised
     handler = _EndWithWords()
     for number, usual in zip(SIGNALS, (signal.default_int_handler, signal.SIG_DFL), strict=True):
         if signal.getsignal(number) is usual:

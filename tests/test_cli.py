@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -240,3 +241,25 @@ def test_an_empty_folder_may_be_given(shared: Shared, kvq_main: Kvq, tmp_path: P
     (tmp_path / "out").mkdir()
     assert kvq_main("quantize", shared.source("kimi-k2.5"), "--out", tmp_path / "out").code == 0
     assert (tmp_path / "out" / MANIFEST_NAME).exists()
+
+
+def test_what_kvq_left_in_the_source_is_not_taken_for_the_output_s(
+    shared: Shared, kvq_main: Kvq, tmp_path: Path
+) -> None:
+    """`kvq serve-config SOURCE` writes there, and the output's own files of these names change after the manifest."""
+    source, out = copytree(shared.source("kimi-k2"), tmp_path / "source"), tmp_path / "out"
+    assert kvq_main("serve-config", source, "--gpus", "1").code == 0
+    (source / "kvq-reports").mkdir()
+    (source / "kvq-reports" / "distance.json").write_text("{}")
+    said = kvq_main("quantize", source, *SET, "--set=solver=rtn", "--out", out)
+    assert said.code == 0 and "not copied from the source: kvq-reports/, serving/, which kvq writes" in said.err
+    assert not (out / "kvq-reports" / "distance.json").exists()
+    assert kvq_main("serve-config", out, "--gpus", "1").code == 0
+    assert kvq_main("verify", out).code == 0
+
+
+def test_an_output_of_kvq_is_no_source(shared: Shared, kvq_main: Kvq, tmp_path: Path) -> None:
+    """Its experts would pass through as if their makers had trained them in INT4, with the reports of another run."""
+    said = kvq_main("quantize", shared.output("kimi-k2"), "--w", "int4", "--out", tmp_path / "out")
+    assert said.code == 3 and "is an output of kvq (kvq-manifest.json). Quantize the checkpoint that it was" in said.err
+    assert not (tmp_path / "out").exists()

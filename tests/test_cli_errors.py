@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from kvq.checkpoint.index import MANIFEST_NAME
 from kvq.quantize import gptq
 from kvq.quantize.sweep import Swept
 from tests.checkpoints import drop_tensor as drop
@@ -324,8 +325,9 @@ def test_usage_errors(kvq_main: Kvq, flags: list[str]) -> None:
 
 
 def test_a_damaged_output_is_no_source(fails: Fails, shared: Shared, tmp_path: Path) -> None:
-    """What kvq wrote is INT4 already: it passes through, it is not rounded again."""
+    """What kvq wrote is INT4 already and not rounded again; with its manifest it would be refused whatever it holds."""
     again = shared.copy(shared.output("glm-5"), tmp_path / "again")
+    (again / MANIFEST_NAME).unlink()
     drop(again, "model.layers.0.mlp.up_proj.weight_scale")
     fails(again, *SET, code=3, says=("model.layers.0.mlp.up_proj.weight", "has no scale"))
     assert read_json(again / "config.json")["quantization_config"]["format"] == "pack-quantized"

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 import kvq
-from kvq import errors
+from kvq import cli, errors
 from kvq.errors import KvqError, StoppedError, exit_code_of
 from kvq.publish.events import open_events
-from kvq.stop import SIGNALS, StopRequest, Terminated, end_with_words
+from kvq.stop import INTERRUPTED_WORDS, SIGNALS, StopRequest, Terminated, end_with_words
 from tests.checkpoints import make_checkpoint
+from tests.conftest import Kvq
 
 ROOT = Path(kvq.__file__).parent.parent
 ROW = re.compile(r"^\| (\d+) \| (\w*) ?\| (.+?) \| (.+?) \|$", re.M)
@@ -148,3 +149,38 @@ def test_the_event_log_tells_of_a_sigterm_between_the_steps(tmp_path: Path) -> N
         raise Terminated
     last = json.loads((tmp_path / "events").read_text().splitlines()[-1])
     assert (last["event"], last["exit_code"], last["signal"]) == ("run_stopped", 143, "SIGTERM")
+
+
+def test_a_signal_in_a_finalizer_is_not_forgotten() -> None:
+    text = (
+        "import os, signal, weakref\nfrom kvq.stop import end_with_words\nend_with_words()\n"
+        "class Held: pass\nheld = Held()\nweakref.finalize(held, os.kill, os.getpid(), signal.SIGINT)\n"
+        "del held\nprint('never')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "") and done.stderr.startswith("kvq: interrupted.")
+
+
+def test_ctrl_c_before_typer_looks_out_for_it(kvq_main: Kvq, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupt)
+    said = kvq_main("models")
+    assert (said.code, said.err) == (130, INTERRUPTED_WORDS)
+
+
+@pytest.mark.parametrize(("arguments", "code", "screen"), [
+    *[("inspect nope", 3, screen) for screen in ("2>&-", "2>/dev/full", "2>/dev/null", ">&- 2>&-", "<&- >&- 2>&-")],
+    ("models --nonsense", 2, "2>&-"), ("models --nonsense", 2, ">&- 2>&-"),
+])  # fmt: skip
+def test_a_code_does_not_depend_on_the_screen(arguments: str, code: int, screen: str, tmp_path: Path) -> None:
+    line = f'exec "{sys.executable}" -m kvq {arguments} {screen}'
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == code

@@ -10,8 +10,8 @@ import kvq
 
 PACKAGE = Path(kvq.__file__).parent
 ORDER = (
-    "errors", "stop", "integrity", "kv_plugin", "shares", "ranks", "checkpoint", "recipes", "calibration", "quantize",
-    "verify", "publish", "run", "pipeline", "console", "commands", "cli", "__main__",
+    "errors", "screen", "stop", "integrity", "kv_plugin", "shares", "ranks", "checkpoint", "recipes", "calibration",
+    "quantize", "verify", "publish", "run", "pipeline", "console", "commands", "cli", "__main__",
 )  # fmt: skip
 TRANSFORMERS = ("calibration/transformers_door.py", "calibration/tiktoken_door.py")
 HUB = (

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvq.checkpoint.hashing import sha256_file
-from kvq.checkpoint.index import INDEX_NAME
+from kvq.checkpoint.index import INDEX_NAME, MANIFEST_NAME
 from kvq.checkpoint.journal import Journal, Step, can_continue, sweep, sync_folder
 from kvq.errors import KvqError, OutputError
 
@@ -41,7 +41,10 @@ def check_output(out: Path, needed_bytes: int) -> None:
         raise OutputError(f"{out} exists and is not a folder. Choose another --out.")
     sweep(out, partial_of(out))
     if out.is_dir() and any(out.iterdir()):
-        raise OutputError(f"{out} is not empty; kvq never overwrites a checkpoint. Choose another --out or remove it.")
+        raise OutputError(
+            f"{out} is not empty; kvq never overwrites a checkpoint. Choose another --out or remove it."
+            + (f" A run has finished there: kvq verify {out}." if (out / MANIFEST_NAME).is_file() else "")
+        )
     partial = partial_of(out)
     if partial.exists() and not can_continue(partial):
         _refuse_partial(partial)

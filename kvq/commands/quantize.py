@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvq.commands.options import Device, Json, chosen_recipe, known_model, path_option, print_json, unaliased, user_data
+from kvq.errors import OutputError
 from kvq.stop import StopRequest
 
 if TYPE_CHECKING:
     from kvq.calibration.rows import Place
     from kvq.publish.coverage import Coverage
+    from kvq.publish.events import EventLog
     from kvq.recipes.schema import Recipe
+    from kvq.run import Prepared
 
 
 def quantize(
@@ -66,6 +69,7 @@ def quantize(
     from kvq.ranks import join
 
     started = time.monotonic()
+    _check_events(events, source=local_folder(model), output=out)
     ranks, device = join(device)
     with open_events(None if dry_run or not ranks.first else events, "quantize") as log:
         data = user_data(calibration) if calibration is not None else None
@@ -74,9 +78,10 @@ def quantize(
         lines = TransferLines(quiet=as_json)
         source = resolve_source(unaliased(model), revision, lines.note, lines.checked)
         folder = out or Path(f"{model if known else source.name}-{chosen.name}")
+        _check_events(events, output=folder)
 
-        from kvq.console import ERR, OUT, RunProgress, plan_dict, show_plan
-        from kvq.pipeline import load_calibration, peak_memory, prepare, quantize_checkpoint
+        from kvq.console import ERR, OUT, plan_dict, show_plan
+        from kvq.pipeline import load_calibration, prepare
 
         prepared = prepare(source, chosen, folder, device=device, target=target, calibration=data, ranks=ranks)
         if dry_run and data is not None:
@@ -88,17 +93,26 @@ def quantize(
                 print_json(plan_dict(prepared.plan, folder))
             return
         log.emit("planned", **planned_event(source, prepared.plan, folder))
-        with StopRequest() as stop, RunProgress(quiet=as_json or not ranks.first) as progress:
+        _run(prepared, log, started, restart=restart, as_json=as_json)
+
+
+def _run(prepared: "Prepared", log: "EventLog", started: float, *, restart: bool, as_json: bool) -> None:
+    from kvq.console import RunProgress
+    from kvq.pipeline import peak_memory, quantize_checkpoint
+    from kvq.publish.coverage import write_coverage
+
+    ranks, folder = prepared.ranks, prepared.out
+    # To the end: where the output is whole, a signal must not make a failure of it, for it cannot be run again.
+    with StopRequest() as stop:
+        with RunProgress(quiet=as_json or not ranks.first) as progress:
             manifest = quantize_checkpoint(prepared, log.beside(progress), restart=restart, stop=stop)
         ranks.leave()
         if not ranks.first:
             return
-        from kvq.publish.coverage import write_coverage
-
         coverage = None if prepared.plan.pass_through else write_coverage(folder)
         seconds, peak = time.monotonic() - started, peak_memory(prepared.device)
         log.emit("run_finished", exit_code=0, out=str(folder), **peak, summary=manifest["summary"])
-    _show(manifest, folder, seconds, peak, coverage, as_json)
+        _show(manifest, folder, seconds, peak, coverage, as_json)
 
 
 def _show(
@@ -136,6 +150,13 @@ def _dry_run_from_hub(repo: str, revision: str | None, recipe: "Recipe", out: Pa
         print_json(plan_dict(plan, out))
     else:
         show_plan(plan, out, OUT)
+
+
+def _check_events(events: Path | None, **folders: Path | None) -> None:
+    """The log is no part of a checkpoint: in the source it would be copied while it is written."""
+    for name, folder in folders.items():
+        if events is not None and folder is not None and events.resolve().is_relative_to(folder.resolve()):
+            raise OutputError(f"--events {events}: lies inside the {name} {folder}. Choose another file.")
 
 
 def _check_before_download(recipe: "Recipe", calibration: "Place | None", out: Path | None, device: str) -> None:

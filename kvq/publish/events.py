@@ -24,6 +24,10 @@ LAST_LINE_BYTES = 1 << 20
 LINE_START = b'{"version": '
 
 
+def _starts_a_line(text: bytes) -> bool:
+    return text.startswith(LINE_START[: len(text)])
+
+
 class Progress(Protocol):
     """What a run tells while it goes on. Layers count from 0; `layer` is None for what lies outside of them."""
 
@@ -54,22 +58,28 @@ class EventLog:
         return OutputError(f"--events {self.path}: cannot be written ({error.strerror}). Choose another file.")
 
     def _mend(self) -> int:
-        """Cut off a line that a kill left unfinished; gives the number of the next event."""
+        """Cut off a line that a kill left unfinished; gives the number of the next event.
+
+        Nothing is cut before the file's start, its last whole line and the rest after it are known to be of a log.
+        """
         size = os.fstat(self._file).st_size
         start = max(0, size - LAST_LINE_BYTES)
         tail = os.pread(self._file, size - start, start)
         whole = tail.rfind(b"\n") + 1
-        if not tail.startswith(LINE_START[: len(tail)]) and start == 0:
+        rest = tail[whole:]
+        first = os.pread(self._file, min(size, len(LINE_START)), 0)
+        if not _starts_a_line(first) or not _starts_a_line(rest):
             self._refuse_content()
-        if whole < len(tail):
-            os.ftruncate(self._file, start + whole)
         lines = tail[:whole].splitlines()
-        if not lines:
-            return 0
+        if start and not lines:
+            self._refuse_content()
         try:
-            return int(json.loads(lines[-1])["sequence"]) + 1
+            following = int(json.loads(lines[-1])["sequence"]) + 1 if lines else 0
         except (ValueError, KeyError, TypeError):
             self._refuse_content()
+        if rest:
+            os.ftruncate(self._file, start + whole)
+        return following
 
     def _refuse_content(self) -> NoReturn:
         self.close()

@@ -6,6 +6,7 @@ import re
 import signal
 from datetime import datetime
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import kvq
 from kvq.console import RunProgress
 from kvq.errors import OutputError
+from kvq.publish import coverage
 from kvq.publish.events import EventLog, open_events
 from tests.conftest import Kvq
 from tests.runs import SETTINGS, Shared, manifest_of
@@ -126,7 +128,14 @@ def test_a_dry_run_leaves_no_log(kvq_main: Kvq, arguments: list[object], tmp_pat
     assert not (tmp_path / "log").exists()
 
 
-@pytest.mark.parametrize("content", [b"something else\n", b'{"a": 1}\n', b"no end of line", b"[1]\n"])
+LONG = (1 << 20) + 5  # more than is read of a log
+
+
+@pytest.mark.parametrize("content", [
+    b"something else\n", b'{"a": 1}\n', b"no end of line", b"[1]\n", b"x" * LONG, b"x\n" * LONG + b"rest",
+    b'{"version": 1, "sequence": 1}\n{"a": 1', b"x" * LONG + b'\n{"version": 1, "sequence": 1}\n',
+    b'{"version": 1, "sequence": 1}\n' + b"x" * LONG, b'{"version": 1, "a": [\n1]\n',
+])  # fmt: skip
 def test_a_file_of_another_kind_is_not_touched(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "log"
     path.write_bytes(content)
@@ -162,3 +171,31 @@ def test_a_line_is_on_disk_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     log = EventLog(tmp_path / "log")
     log.emit("run_failed", exit_code=1, error="X", message="m")
     assert len(synced) == 1 and len(read(tmp_path / "log")) == 1
+
+
+@pytest.mark.parametrize("place", ["source/log", "out/log", "out/deeper/log"])
+def test_a_log_is_no_part_of_a_checkpoint(kvq_main: Kvq, shared: Shared, tmp_path: Path, place: str) -> None:
+    copytree(shared.source("kimi-k2"), tmp_path / "source")
+    events = tmp_path / place
+    events.parent.mkdir(parents=True, exist_ok=True)
+    said = kvq_main("quantize", tmp_path / "source", "--w", "int4-rtn", "--out", tmp_path / "out", "--events", events)
+    name = "source" if place.startswith("source") else "output"
+    assert said.code == 7 and f"--events {events}: lies inside the {name} " in said.err
+    assert not events.exists()
+
+
+def test_a_signal_when_the_output_is_whole_changes_nothing(
+    kvq_main: Kvq, arguments: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command could not run again: its output is there."""
+
+    def stop(folder: Path) -> None:
+        assert (folder / "kvq-manifest.json").is_file()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(coverage, "write_coverage", stop)
+        assert kvq_main(*arguments).code == 0
+    assert names(read(tmp_path / "log"))[-1] == "run_finished"
+    again = kvq_main(*arguments)
+    assert again.code == 7 and f"A run has finished there: kvq verify {tmp_path / 'out'}." in again.err
