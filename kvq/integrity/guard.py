@@ -206,21 +206,26 @@ class Guard:
     # Inside
 
     def _level_ranks(self, group: Any) -> None:
-        """From here to the end of planning each rank has as many free pages as the others.
+        """From here to the end of planning each rank has, and frees, as many pages as the others.
 
         So what is still to be read or settled comes first: for an entry that was overwritten on one rank, that rank
-        alone has to lend a page. The verdict of the forward under way is there by now, so reading it costs no waiting.
+        alone has to lend a page, or has none to lend. The verdict of the forward under way is there by now, so reading
+        it costs no waiting.
         """
         self.read_all()
         if not self.incidents.unsettled:
             return
         scheduler = self.scheduler
         scheduler.process_pending_chunked_abort()  # which planning would begin with
-        for batch in (scheduler.running_batch, scheduler.last_batch):
-            for req in [] if batch is None else batch.reqs:
-                if req.req_pool_idx is not None and self.incidents.failed(req):
-                    self.incidents.settle(req)
-        self.incidents.keep_free(least(self.incidents.free_pages(), group))
+        batches = (scheduler.running_batch, scheduler.last_batch)
+        reqs = {req.rid: req for batch in batches if batch is not None for req in batch.reqs}
+        failed = [req for req in reqs.values() if req.req_pool_idx is not None and self.incidents.failed(req)]
+        made_up = [self.incidents.make_up(req) for req in failed]
+        count, *made_up_everywhere = least([self.incidents.free_pages(), *map(int, made_up)], group)
+        for req, everywhere in zip(failed, made_up_everywhere, strict=True):
+            if not everywhere:
+                self.incidents.give_up(req)
+        self.incidents.keep_free(count)
 
     def _after_forward(self) -> None:
         """What comes next on the scheduler's stream waits, on the device, for the forward that is under way."""

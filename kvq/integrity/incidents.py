@@ -35,6 +35,7 @@ class Incidents:
         self._rename = False
         self._kept_back_N = self.allocator.free_pages[:0]
         self._failed: dict[str, str] = {}  # request id -> message; until its pages are freed
+        self._given_up: set[str] = set()  # of those, whose pages are not freed
 
     def failed(self, req: Any) -> bool:
         return req.rid in self._failed
@@ -78,6 +79,7 @@ class Incidents:
     def ended(self, req: Any) -> None:
         """The request's pages are freed."""
         self._failed.pop(req.rid, None)
+        self._given_up.discard(req.rid)
 
     def reason(self, req: Any) -> Any:
         """The finish reason of a failed request: an abort with HTTP status 500."""
@@ -95,15 +97,22 @@ class Incidents:
 
     def settle(self, req: Any) -> None:
         """Before a failed request's pages are freed: makes each entry of its row one that is its own to free."""
-        size = self.tags.page_size
-        own, end = req.cache_protected_len // size, math.ceil(req.kv.kv_allocated_len / size)
-        lent = self.tags.settle_row(req.req_pool_idx, own, end, self._lend)
-        if lent is None:
+        if req.rid in self._given_up or not self.make_up(req):
             # Nothing can stand in, so nothing of it is freed now: `put_in_order` finds these pages when all is idle.
             logger.error("no page is free to settle request %s; its pages stay out of use until idle", req.rid)
             req.cache_protected_len = req.kv.kv_allocated_len = req.kv_committed_len = 0
-            return
-        self.counters.quarantined_pages += lent
+
+    def make_up(self, req: Any) -> bool:
+        """Lends a failed request's row the pages that it has lost; False, and nothing done, where there are none."""
+        size = self.tags.page_size
+        own, end = req.cache_protected_len // size, math.ceil(req.kv.kv_allocated_len / size)
+        lent = self.tags.settle_row(req.req_pool_idx, own, end, self._lend)
+        self.counters.quarantined_pages += lent or 0
+        return lent is not None
+
+    def give_up(self, req: Any) -> None:
+        """Another rank has no page to lend it: here nothing of it is freed either."""
+        self._given_up.add(req.rid)
 
     def start_afresh(self) -> None:
         """Later requests do not find what is cached now; it leaves as it grows old.
@@ -146,6 +155,7 @@ class Incidents:
             self.allocator.free(self._slots(orphans_N))
         self.unsettled = False
         self._failed.clear()
+        self._given_up.clear()
         logger.warning("KV pages are in order again after a violation; %d had no owner", orphans_N.numel())
 
     def emptied(self) -> None:

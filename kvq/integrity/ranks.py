@@ -41,8 +41,9 @@ def lower(values: list[list[int]]) -> None:
             fields[FOUND_TAG] -= _LIFT
 
 
-def least(count: int, group: Any) -> int:
-    """The smallest of the ranks' counts. Waits for all of them."""
-    counts = torch.tensor([count])
-    torch.distributed.all_reduce(counts, ReduceOp.MIN, group=group.cpu_group)
-    return int(counts)
+def least(values: list[int], group: Any) -> list[int]:
+    """The smallest of the ranks' values, each for itself. Waits for all ranks."""
+    values_N = torch.tensor(values)
+    torch.distributed.all_reduce(values_N, ReduceOp.MIN, group=group.cpu_group)
+    smallest: list[int] = values_N.tolist()
+    return smallest

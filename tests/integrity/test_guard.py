@@ -138,7 +138,7 @@ def test_the_tag_of_a_freed_page_is_kept_against_a_sound_rank(other_rank: dict[s
     lower(values)
     assert values == mine.tolist()
     other_rank["cpu"] = torch.tensor([5])
-    assert [least(count, group) for count in (4, 6)] == [4, 5]
+    assert [least([count], group) for count in (4, 6)] == [[4], [5]]
 
 
 def test_a_sweep_s_finding_reaches_all_ranks_with_the_next_verdict(other_rank: dict[str, Tensor]) -> None:
@@ -171,6 +171,22 @@ def test_ranks_plan_with_as_many_free_pages_until_all_is_in_order(other_rank: di
     assert guard.incidents.free_pages() == PAGES - 3
     guard.idle()
     assert guard.incidents.free_pages() == PAGES and not guard.incidents.unsettled
+
+
+@pytest.mark.parametrize(("theirs", "freed"), [(1, 3), (0, 0)])
+def test_what_one_rank_cannot_settle_is_freed_by_none(theirs: int, freed: int, other_rank: dict[str, Tensor]) -> None:
+    guard = make_guard(ranks=2)
+    req = request(guard, 0, 3)
+    req.cache_protected_len, req.kv_committed_len = 0, 3
+    guard.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False, reqs=[req])
+    guard.incidents.unsettled, guard.incidents._failed[req.rid] = True, "a mismatch"
+    other_rank["cpu"] = torch.tensor([PAGES, theirs])
+    guard.next_step()
+    assert req.kv.kv_allocated_len == 3  # it may go on running until it ends
+    guard.releasing(req)
+    assert (req.kv.kv_allocated_len, req.kv_committed_len) == (freed, freed)
+    guard.incidents.ended(req)
+    assert not guard.incidents.failed(req) and not guard.incidents._given_up
 
 
 @pytest.mark.parametrize("runs", ["running_batch", "last_batch", "chunked_req", "result_queue"])
