@@ -1,12 +1,12 @@
 """`kvq` and `python -m kvq`."""
 
-from kvq.screen import open_closed_files
+from kvq.screen import prepare_standard_files
 from kvq.stop import end_with_words
 
 
 def main() -> None:
     """The command line. A signal is one sentence also while it is still being imported."""
-    open_closed_files()
+    prepare_standard_files()
     end_with_words()
     from kvq.cli import main as run
 

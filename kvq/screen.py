@@ -1,12 +1,17 @@
 """The three standard files, where one is closed or cannot be written: an exit code must not depend on it."""
 
+import io
 import os
 import sys
 from contextlib import suppress
 
 
-def open_closed_files() -> None:
-    """A closed one becomes /dev/null: the next file opened would take its number, and what is meant for the screen."""
+def prepare_standard_files() -> None:
+    """Files that take whatever is written.
+
+    A closed one becomes /dev/null: the next file opened would take its number, and what is meant for the screen. A sign
+    that a screen's encoding has not is written as an escape.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -14,6 +19,9 @@ def open_closed_files() -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def tell(text: str) -> None:

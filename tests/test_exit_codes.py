@@ -184,3 +184,10 @@ def test_a_code_does_not_depend_on_the_screen(arguments: str, code: int, screen:
         check=False,
     )
     assert done.returncode == code
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_screen_that_has_few_signs(encoding: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-m", "kvq", "models"], env=environment, capture_output=True, check=False)
+    assert done.returncode == 0 and "glm-5.2" in done.stdout.decode(encoding)

@@ -46,14 +46,19 @@ class Asked:
         return "engine" if self.reason.get("status_code") else "cut"
 
 
-def mixed_load(seed: int, count: int, page_size: int) -> list[Asked]:
-    """Most requests share a prefix with others, every fifth prompt is longer than a chunk, some clients go away."""
+def mixed_load(seed: int, count: int, page_size: int, twins: float = 0.0) -> list[Asked]:
+    """Most requests share a prefix with others, every fifth prompt is longer than a chunk, some clients go away.
+
+    With `twins`, this share has the whole prompt of one of the five before: they run at the same time.
+    """
     dice = random.Random(seed)
     prefixes = [_tokens(dice, dice.choice([20, 64, 130, 250])) for _ in range(12)]
-    load = []
+    load: list[Asked] = []
     for number in range(count):
         start = dice.choice(prefixes) if dice.random() < 0.7 else []
         prompt = start + _tokens(dice, dice.randint(1, 40 + page_size))
+        if twins and load and dice.random() < twins:
+            prompt = list(dice.choice(load[-5:]).prompt)
         patience = dice.randint(0, 25) if dice.random() < 0.06 else None
         load.append(Asked(f"r{number:06d}", prompt, dice.choice([1, 4, 10, 30, 70]), patience))
     return load

@@ -2,10 +2,12 @@
 
     python -m tests.contract.integrity.scheduler_runs alarms [--requests 10000]
     python -m tests.contract.integrity.scheduler_runs faults [--requests 3000] [--rate 0.03] [--seeds 1]
+    python -m tests.contract.integrity.scheduler_runs ranks [--requests 150] [--rate 0.03] [--seeds 1]
 
 alarms   one load without and with the plugin: no violation, and the same tokens for every request.
 faults   the same kind of load with faults at random times, three times: in mode `log`, where the wrong tokens leave (so
          the faults are real and the model shows them), then in mode `abort`.
+ranks    two tensor-parallel ranks with the same load: faults on one, then on both. Both must do the same in each step.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,11 @@ class Setup:
     kind: str
     page_size: int
     flags: tuple[str, ...] = ()
+    twins: float = 0.0  # how many requests have the prompt of one before them
 
     def __str__(self) -> str:
-        return " ".join([f"{self.kind}, page size {self.page_size}", *self.flags])
+        twins = [f"{self.twins:.0%} twins"] if self.twins else []
+        return " ".join([f"{self.kind}, page size {self.page_size}", *self.flags, *twins])
 
     @property
     def tokens(self) -> int:
@@ -119,7 +123,7 @@ def _run(setup: Setup, requests: int, seed: int, mode: str, faults: str, place: 
     # seen.
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = str(int(mode != "log"))
     _load_plugins(mode)
-    load = mixed_load(seed, requests, setup.page_size)
+    load = mixed_load(seed, requests, setup.page_size, setup.twins)
     client = Client(load)
     pool = (setup.kind, setup.page_size, setup.tokens)
     scheduler = real_scheduler.start(client, pool, ROWS, [*LOAD_FLAGS, *setup.flags], place)
@@ -204,6 +208,25 @@ def faults(arguments: argparse.Namespace) -> None:
                 raise SystemExit(f"{setup}: {sorted(missed)[:5]} were not ended in time; {done.health}")
 
 
+def ranks(arguments: argparse.Namespace) -> None:
+    say(
+        "| pool | requests a run | runs | faults on | faults | ended on both in the same steps | sent wrong tokens |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    for setup in arguments.setups:
+        for place, kinds in (("rank 0", "swap,rank=0"), ("both alike", "free+swap+double")):
+            injected = ended = wrong = 0
+            for seed in range(1, arguments.seeds + 1):
+                spec = f"rate={arguments.rate},seed={seed},kinds={kinds},at={arguments.at}"
+                first, second = run_ranks(setup, arguments.requests, seed, faults=[spec, spec])
+                alike = (first.steps, first.endings, first.answers) == (second.steps, second.endings, second.answers)
+                missed = [*first.wrong, *second.wrong, *set(first.exposed) - first.ended]
+                if not alike or missed:
+                    raise SystemExit(f"{setup}, {spec}: alike {alike}, not ended in time {missed[:5]}")
+                injected, ended, wrong = injected + len(first.faults), ended + len(first.ended), wrong + len(missed)
+            say(f"| {setup} | {arguments.requests} | {arguments.seeds} | {place} | {injected} | {ended} | {wrong} |")
+
+
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -211,16 +234,18 @@ def say(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["alarms", "faults"])
+    parser.add_argument("command", choices=["alarms", "faults", "ranks"])
     parser.add_argument("--requests", type=int)
     parser.add_argument("--rate", type=float, default=0.03, help="faults per turn of the scheduler")
     parser.add_argument("--at", default="plan", help="moments of a turn, such as plan+check+results; each has the rate")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--twins", type=float, default=0.0, help="how many requests have the prompt of one before them")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of setups, from 0")
     arguments = parser.parse_args()
-    arguments.setups = SETUPS if arguments.only is None else [SETUPS[at] for at in arguments.only]
-    arguments.requests = arguments.requests or {"alarms": 10000}.get(arguments.command, 3000)
-    {"alarms": alarms, "faults": faults}[arguments.command](arguments)
+    setups = SETUPS if arguments.only is None else [SETUPS[at] for at in arguments.only]
+    arguments.setups = [replace(setup, twins=arguments.twins) for setup in setups]
+    arguments.requests = arguments.requests or {"alarms": 10000, "ranks": 150}.get(arguments.command, 3000)
+    {"alarms": alarms, "faults": faults, "ranks": ranks}[arguments.command](arguments)
 
 
 if __name__ == "__main__":
