@@ -129,6 +129,7 @@ def test_a_signal_in_the_middle_of_an_import_ends_a_command_with_words(
     """Raised there it was swallowed by torch's bare `except:`, and numpy was left half imported (CI, 2026-11-30)."""
     text = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where a shell started the tests with `&`
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r}:\n"
@@ -153,7 +154,8 @@ def test_the_event_log_tells_of_a_sigterm_between_the_steps(tmp_path: Path) -> N
 
 def test_a_signal_in_a_finalizer_is_not_forgotten() -> None:
     text = (
-        "import os, signal, weakref\nfrom kvq.stop import end_with_words\nend_with_words()\n"
+        "import os, signal, weakref\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from kvq.stop import end_with_words\nend_with_words()\n"
         "class Held: pass\nheld = Held()\nweakref.finalize(held, os.kill, os.getpid(), signal.SIGINT)\n"
         "del held\nprint('never')\n"
     )
