@@ -2,7 +2,7 @@
 
     python benchmarks/sglang/page_tags.py alarms MODEL [--requests 10000] [--runs without without-again with]
     python benchmarks/sglang/page_tags.py faults MODEL [--requests 3000] [--runs sound sound-again faulty] [--rate 0.02]
-                                                       [--kinds free+swap+double] [--rank 0]
+                                                       [--kinds free+swap+double] [--at plan] [--rank 0]
     python benchmarks/sglang/page_tags.py cost MODEL [--at-once 1 4 8 32 64] [--pairs 5] [--servers 2]
     all: [--out DIR] [--resume DIR] [--page-size 1] [--set flag=value ...]
 
@@ -14,7 +14,8 @@ that another run finished. The server's log lies beside it. Needs SGLang on PYTH
 alarms   one load with shared prefixes, chunked prefill, retraction under memory pressure and aborts by clients, twice
          without the plugin and once with it. The first two say how far SGLang itself gives the same tokens twice.
 faults   the same load twice without and once with faults at random times. Which requests a fault touches is in the
-         server's log. --rank: only this tensor-parallel rank is damaged.
+         server's log. --at plan+check+results: also between planning and the check, and before results are
+         processed. --rank: only this tensor-parallel rank is damaged.
 cost     --servers of each kind at once, without and with the plugin; rounds go from one to the next, after one of each
          number of requests that is not counted. Servers of one kind say how much two servers differ by themselves; so
          many on one GPU need --set mem-fraction-static=0.9. Time for the rounds: --budget-s, once all is warm.
@@ -31,6 +32,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +158,7 @@ def alarms(arguments: argparse.Namespace, results: Results) -> str:
 def faults(arguments: argparse.Namespace, results: Results) -> str:
     load = mixed_load(2, arguments.requests)
     rank = "" if arguments.rank is None else f",rank={arguments.rank}"
-    wanted = f"rate={arguments.rate},seed=5,kinds={arguments.kinds}{rank}"
+    wanted = f"rate={arguments.rate},seed=5,kinds={arguments.kinds},at={arguments.at}{rank}"
     for name in arguments.runs:
         injected = {"KVQ_KV_TAGS_FAULTS": wanted} if name == "faulty" else {}
         run_load(arguments, results, name, load, {**TAGS, "KVQ_KV_TAGS_SWEEP_SECONDS": "1", **injected})
@@ -253,7 +255,7 @@ def measure(port: int, at_once: int, seed: int, rounds: int) -> dict[str, float]
 
 def cost_table(arguments: argparse.Namespace, results: Results) -> str:
     """Medians over the pairs; the change is the median of the pairs' own ratios, each of the means over the servers.
-    Two of a kind differ: the median, over pairs and kinds, of what the second server is off the first."""
+    Two of a kind differ: the median, over pairs of rounds and kinds, of what one server is off another."""
     lines = [
         "| at once | pairs | tokens/s off | on | change | all pairs | two of a kind differ "
         "| p95 s off | on | change | all pairs | two of a kind differ |",
@@ -277,10 +279,10 @@ def cost_cells(pairs: list[dict[str, dict[str, float]]], key: str, digits: int) 
     cells = [f"{statistics.median(values):.{digits}f}" for values in (off, on)]
     cells += [f"{statistics.median(changes):+.2%}", ", ".join(f"{change:+.1%}" for change in changes)]
     apart = [
-        abs(pair[f"{kind}-1"][key] / pair[f"{kind}-0"][key] - 1)
+        abs(other[key] / one[key] - 1)
         for pair in pairs
         for kind in ("off", "on")
-        if f"{kind}-1" in pair
+        for one, other in combinations([value for name, value in pair.items() if name.startswith(kind)], 2)
     ]
     return " | ".join([*cells, f"{statistics.median(apart):.1%}" if apart else "-"])
 
@@ -297,6 +299,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int)
     parser.add_argument("--rate", type=float, default=0.02, help="faults per scheduling step")
     parser.add_argument("--kinds", default="free+swap+double")
+    parser.add_argument("--at", default="plan", help="faults: moments of a step, joined by +")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8, 32, 64])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=4, help="cost: requests per measurement, times those at once")
