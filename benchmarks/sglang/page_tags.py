@@ -174,6 +174,7 @@ def fault_table(results: Results) -> str:
     ended = {found["rid"] for found in part["violations"]}
     lines = ["| fault | injected | requests that referred to the page | ended | finished |", "|---|---|---|---|---|"]
     touched: set[str] = set()
+    finished: list[str] = []
     for kind in ("free", "swap", "double"):
         of_kind = [fault for fault in part["faults"] if fault["kind"] == kind]
         if kind == "double":  # whoever was given the page afterwards
@@ -181,12 +182,19 @@ def fault_table(results: Results) -> str:
             rids = {found["rid"] for found in part["violations"] if (found["dp"], found["page"]) in pages} - touched
         else:
             rids = {rid for fault in of_kind for rid in fault["affected"] if rid in answers}
+            finished += [
+                f"{kind} before {fault['at']}: {left}"
+                for fault in of_kind
+                for rid, left in zip(fault["affected"], fault["tokens_left"], strict=True)
+                if rid in answers and rid not in ended
+            ]
         touched |= rids
         lines.append(f"| {kind} | {len(of_kind)} | {len(rids)} | {len(rids & ended)} | {len(rids - ended)} |")
     errors = [answer for answer in part["answers"] if answer["status"] >= 500]
     lines += [
         f"ended by the plugin: {len(ended)}, of these answered with HTTP 500: {len(errors)}; "
         f"ended though no fault was known to touch them: {len(ended - touched)}",
+        f"tokens that those which finished still had to be given: {', '.join(finished) or '-'}",
         f"answers of no status: {sum(answer['status'] == 0 for answer in part['answers'])}; "
         f"server alive afterwards: {part['alive']}; health: {part['health']}",
     ]

@@ -3,7 +3,8 @@
 With this probability, before each step is planned (`at=plan+check+results`: also between planning and the check, and
 before results are processed), one of: a page of a running request is freed while it is in use; an entry of a running
 request's page table is pointed at a foreign page; the allocator's free list is given a page in use. Each is written to
-the log as JSON with the requests that refer to the page, so that a test can see who was affected.
+the log as JSON with the requests that refer to the page, so that a test can see who was affected, and with how many
+tokens each of them is still to be given: one whose last token is being computed reads no page afterwards.
 Tensor-parallel ranks throw the same dice: each damages itself in the same way, or with `rank=0` only that one.
 """
 
@@ -43,13 +44,16 @@ def inject(scheduler: Any, guard: Guard, text: str, moment: str = "plan", batch:
     if int(options.get("rank", scheduler.ps.tp_rank)) != scheduler.ps.tp_rank:
         return
     if kind == "swap":
-        affected = [victim.rid]
+        affected = [victim]
         guard.tags._set_page(victim.req_pool_idx, at, foreign)
         page = foreign
     else:
-        affected = [req.rid for req in reqs if page in _pages(guard, req)] if kind == "free" else []
+        affected = [req for req in reqs if page in _pages(guard, req)] if kind == "free" else []
         _misuse(guard, kind, page)
-    details = {"kind": kind, "page": page, "affected": affected}
+    left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in affected]
+    details = {
+        "kind": kind, "page": page, "at": moment, "affected": [req.rid for req in affected], "tokens_left": left,
+    }  # fmt: skip
     logger.warning("KV page fault injected %s", json.dumps(details))
 
 

@@ -70,6 +70,8 @@ def test_faults_at_any_moment_of_a_step(setup: Setup) -> None:
     done = run(setup, 300, seed=7, mode="abort", faults="rate=0.02,seed=2,at=plan+check+results")
     assert_sound(done, 300)
     assert len(done.faults) > 20 and len(done.ended) > 10
+    assert {fault["at"] for fault in done.faults} == {"plan", "check", "results"}
+    assert all(len(fault["tokens_left"]) == len(fault["affected"]) for fault in done.faults)
 
 
 def test_a_request_that_needs_the_pages_out_of_use_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
