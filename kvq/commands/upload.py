@@ -26,15 +26,18 @@ def upload(
     unverified: Annotated[
         bool, typer.Option("--unverified", help="Send what fails its checks or lacks its report; the card says so.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all, say what would be sent and removed, and change nothing.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, max=32, help="Files at a time.")] = 4,
     as_json: Json = False,
 ) -> None:
     """Check a folder, send it so that no half of it can be loaded, and compare every file with what arrived."""
     from kvq.checkpoint.hub import current_token
     from kvq.checkpoint.source import is_hub_id
-    from kvq.console.transfer import TransferLines, show_upload
+    from kvq.console.transfer import TransferLines, show_planned_upload, show_upload
     from kvq.publish.bundle import check_folder, make_bundle
-    from kvq.publish.upload import Target
+    from kvq.publish.upload import Target, plan_upload
     from kvq.publish.upload import upload as send
 
     if not is_hub_id(repo):
@@ -50,6 +53,10 @@ def upload(
         )
     bundle = make_bundle(folder, tuple(faults))
     target = Target(repo=repo, revision=revision, private=private, replace=replace, workers=workers)
+    if dry_run:
+        planned = {**asdict(plan_upload(bundle, target, progress)), "unverified": faults}
+        print_json(planned) if as_json else show_planned_upload(planned)
+        return
     try:
         with StopRequest() as stop:
             result = send(bundle, target, progress, stop)

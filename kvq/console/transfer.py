@@ -38,6 +38,24 @@ class TransferLines:
         )
 
 
+def show_planned_upload(planned: Mapping[str, Any]) -> None:
+    """What an upload would do; the files that it would send go to stdout."""
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_row("repository", planned["repo"])
+    if planned["make"]:
+        table.add_row("would make", f"the {planned['make']}, which is not there")
+    table.add_row("files", f"{planned['num_files']}, {size(planned['num_bytes'])}")
+    table.add_row("would send", f"{len(planned['send'])}, {size(planned['send_bytes'])}")
+    if planned["remove"]:
+        table.add_row("would remove", ", ".join(planned["remove"]))
+    for reason in planned["unverified"]:
+        table.add_row("unverified", f"{reason}; the card would say so")
+    ERR.print(table)
+    ERR.print("Nothing was sent.")
+    for path in planned["send"]:
+        OUT.print(path)
+
+
 def show_upload(result: Mapping[str, Any]) -> None:
     """The closing words of an upload."""
     table = Table(box=box.SIMPLE, show_header=False)

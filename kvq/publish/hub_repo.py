@@ -62,12 +62,28 @@ class HubRepo:
         """Make repository and branch where they are missing. Raises HubError for a public one that is to be private."""
         api = _api()
         self._ask(lambda: api.create_repo(self.repo, private=private or None, exist_ok=True))
+        self._refuse_public(private)
+        if self.branch != MAIN:
+            self._ask(lambda: api.create_branch(self.repo, branch=self.branch, exist_ok=True))
+
+    def before_create(self, private: bool) -> tuple[str | None, dict[str, RemoteFile]]:
+        """What `create` would have to make (repository, branch or None), and the files that the branch would then have.
+
+        Asks, and changes nothing. Raises what `create` raises.
+        """
+        api = _api()
+        if not self._ask(lambda: api.repo_exists(self.repo)):
+            return "repository", {}
+        self._refuse_public(private)
+        if self.branch == MAIN or self._ask(lambda: api.revision_exists(self.repo, self.branch)):
+            return None, self.files()
+        return "branch", self.files(MAIN)
+
+    def _refuse_public(self, private: bool) -> None:
         if private and not self._info(None).private:
             raise HubError(
                 f"{self.repo} exists and is public. Nothing was sent; make it private first, or drop --private."
             )
-        if self.branch != MAIN:
-            self._ask(lambda: api.create_branch(self.repo, branch=self.branch, exist_ok=True))
 
     def head(self) -> str:
         """The commit that the branch names now."""

@@ -8,14 +8,17 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvq.checkpoint.index import REPORTS
 from kvq.errors import HubError, StoppedError
 from kvq.publish.bundle import LOADABLE, Bundle, LocalFile
 from kvq.publish.hub_repo import MAIN, HubRepo, RemoteFile, lacking, quiet_client
+from kvq.publish.serving_files import SERVING_FOLDER
 from kvq.stop import StopRequest
 
 BATCH_BYTES = 50 * 10**9  # content that no commit names is dropped by the Hub after a day or so
 BATCH_FILES = 50
 PUT_BY_THE_HUB = (".gitattributes",)
+BESIDE = (f"{REPORTS}/", f"{SERVING_FOLDER}/")
 SHOWN = 5
 ADVICE = (
     "What has arrived is kept and nothing there can be loaded yet; the same command goes on. "
@@ -43,6 +46,19 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """What an upload would do: what it would make first (repository, branch or None), send and remove."""
+
+    repo: str
+    make: str | None
+    num_files: int
+    num_bytes: int
+    send: tuple[str, ...]
+    send_bytes: int
+    remove: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Uploaded:
     """The commit that holds the whole folder; `sent` counts what this run had to send."""
 
@@ -52,6 +68,20 @@ class Uploaded:
     num_bytes: int
     sent_files: int
     sent_bytes: int
+
+
+def plan_upload(bundle: Bundle, target: Target, progress: UploadProgress) -> Planned:
+    """What `upload` would do now; nothing is made, sent or removed. Raises HubError where `upload` would."""
+    quiet_client()
+    remote = HubRepo(target.repo, target.revision, progress.note, ADVICE)
+    progress.note(f"logged in as {remote.login()}")
+    make, there = remote.before_create(target.private)
+    removed = _to_remove(bundle, target, there)
+    missing = lacking([*bundle.early, *bundle.last], _without(there, removed))
+    return Planned(
+        target.repo, make, len(bundle.files), sum(file.size for file in bundle.files.values()),
+        tuple(file.path for file in missing), sum(file.size for file in missing), tuple(removed),
+    )  # fmt: skip
 
 
 def upload(bundle: Bundle, target: Target, progress: UploadProgress, stop: StopRequest | None = None) -> Uploaded:
@@ -65,7 +95,8 @@ def upload(bundle: Bundle, target: Target, progress: UploadProgress, stop: StopR
     remote.create(target.private)
     there = remote.files()
     removed = _to_remove(bundle, target, there)
-    early, last = lacking(bundle.early, there), lacking(bundle.last, there)
+    left = _without(there, removed)
+    early, last = lacking(bundle.early, left), lacking(bundle.last, left)
     sending = _Sending(remote, target.workers, progress, stop, sum(file.size for file in (*early, *last)))
     _send_early(sending, early, removed)
     unseen = lacking(bundle.early, remote.files())
@@ -141,7 +172,8 @@ def _to_remove(bundle: Bundle, target: Target, there: dict[str, RemoteFile]) -> 
     Raises HubError if there is any and `replace` does not allow it.
     """
     strange = sorted(there.keys() - bundle.files.keys() - set(PUT_BY_THE_HUB))
-    changes = bool(lacking(bundle.early, there))
+    # Reports and serving settings may come later, beside a model that stays loadable: no engine reads them with it.
+    changes = any(not file.path.startswith(BESIDE) for file in lacking(bundle.early, there))
     mixed = [name for name in LOADABLE if name in there and changes]
     removed = [*strange, *(name for name in mixed if name not in strange)]
     if removed and not target.replace:
@@ -150,6 +182,11 @@ def _to_remove(bundle: Bundle, target: Target, there: dict[str, RemoteFile]) -> 
             "repository or --revision, or add --replace to delete these files and overwrite the rest."
         )
     return removed
+
+
+def _without(there: dict[str, RemoteFile], removed: Sequence[str]) -> dict[str, RemoteFile]:
+    """What is there once these are deleted. A config that does not change goes with the old weights and comes again."""
+    return {path: file for path, file in there.items() if path not in removed}
 
 
 def compare(bundle: Bundle, there: dict[str, RemoteFile], repo: str, revision: str) -> None:

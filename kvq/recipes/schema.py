@@ -174,7 +174,7 @@ def make_gates_from(values: Any, place: str) -> Gates:
     try:
         return Gates.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(_first_error(error, place, "gates")) from None
+        raise RecipeError(_first_error(error, place, "gates", Gates)) from None
 
 
 def _parse(text: str, place: str) -> Recipe:
@@ -222,10 +222,13 @@ def _validate(values: dict[str, Any], place: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(_first_error(error, place, "recipe")) from None
+        raise RecipeError(_first_error(error, place, "recipe", Recipe)) from None
 
 
-def _first_error(error: ValidationError, place: str, whole: str) -> str:
+def _first_error(error: ValidationError, place: str, whole: str, kind: type[BaseModel]) -> str:
     first = error.errors()[0]
     field = ".".join(map(str, first["loc"])) or whole
+    if first["type"] == "extra_forbidden":
+        known = (Gates if first["loc"][0] == "gates" else kind).model_fields
+        return f"{place}: {field}: there is no such field; there are {', '.join(known)}."
     return f"{place}: {field}: {first['msg']} (found {repr(first['input'])[:200]})."

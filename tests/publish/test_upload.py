@@ -182,6 +182,31 @@ def test_another_model_is_not_overwritten(hub: Hub, folder: Path) -> None:
     assert len(trees(hub)) == 2 and not hub.store.contents
 
 
+@pytest.mark.parametrize("name", ["kvq-reports/tasks.json", "serving/note.md"])
+def test_reports_that_come_later_need_no_replace(hub: Hub, folder: Path, name: str) -> None:
+    send(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("later")
+    bundle = make_bundle(folder)
+    result = send(folder)
+    assert_whole(hub, bundle, result)
+    assert all(name in tree for tree in trees(hub)[-1:] for name in LOADABLE)
+    assert result.sent_files == 1
+    (folder / "tokenizer.json").write_text("another")
+    with pytest.raises(HubError, match=r"holds another model: config.json, .*--replace"):
+        send(folder)
+
+
+def test_replacing_one_file_keeps_config_and_index(hub: Hub, folder: Path) -> None:
+    """They are the same as before, but go with the first commit, so that old and new are never mixed."""
+    send(folder)
+    (folder / "tokenizer.json").write_text("another")
+    bundle = make_bundle(folder)
+    assert_whole(hub, bundle, send(folder, target=Target(repo=REPO, replace=True)))
+    for tree in trees(hub)[-2:-1]:
+        assert not any(name in tree for name in LOADABLE)
+
+
 def test_replacing_never_shows_a_mixture(hub: Hub, folder: Path) -> None:
     put_other_model(hub, folder)
     bundle = make_bundle(folder)

@@ -45,6 +45,39 @@ def test_it_prints_the_revision(hub: Hub, folder: Path, kvq_main: Kvq) -> None:
     assert (report["sent_files"], report["unverified"]) == (0, [])
 
 
+def test_a_dry_run_says_what_would_be_sent_and_changes_nothing(hub: Hub, folder: Path, kvq_main: Kvq) -> None:
+    said = kvq_main("upload", folder, REPO, "--dry-run")
+    assert said.code == 0 and hub.store.repos == {} and hub.store.contents == {}
+    assert set(said.out.splitlines()) == set(all_bytes(folder))
+    assert "would make" in said.err and said.err.endswith("Nothing was sent.\n")
+    assert kvq_main("upload", folder, REPO).code == 0
+    commits, contents = dict(hub.store.repos[REPO].commits), dict(hub.store.contents)
+    nothing = json.loads(kvq_main("upload", folder, REPO, "--dry-run", "--json").out)
+    assert (nothing["send"], nothing["send_bytes"], nothing["make"], nothing["remove"]) == ([], 0, None, [])
+    branch = json.loads(kvq_main("upload", folder, REPO, "--dry-run", "--json", "--revision", "other").out)
+    assert (branch["send"], branch["make"]) == ([], "branch"), "a new branch starts as a copy of main"
+    (folder / "serving" / "extra.txt").write_text("x")
+    more = json.loads(kvq_main("upload", folder, REPO, "--dry-run", "--json").out)
+    assert (more["send"], more["send_bytes"], more["remove"]) == (["serving/extra.txt"], 1, [])
+    assert (hub.store.repos[REPO].commits, hub.store.contents) == (commits, contents)
+
+
+def test_a_dry_run_refuses_what_the_upload_would(hub: Hub, folder: Path, kvq_main: Kvq) -> None:
+    assert kvq_main("upload", folder, REPO).code == 0
+    public = kvq_main("upload", folder, REPO, "--dry-run", "--private")
+    assert public.code == 8 and "exists and is public" in public.err
+    (folder / "extra.txt").write_text("x")
+    assert kvq_main("upload", folder, REPO, "--replace").code == 0
+    (folder / "extra.txt").unlink()
+    before = newest(hub)
+    strange = kvq_main("upload", folder, REPO, "--dry-run")
+    assert strange.code == 8 and "holds another model: extra.txt" in strange.err and strange.out == ""
+    replacing = json.loads(kvq_main("upload", folder, REPO, "--dry-run", "--replace", "--json").out)
+    assert replacing["remove"] == ["extra.txt"] and newest(hub) == before
+    (folder / CARD).unlink()
+    assert kvq_main("upload", folder, REPO, "--dry-run").code == 5
+
+
 def spoil(folder: Path, fault: str) -> str:
     """Damage a folder; gives what kvq then says."""
     if fault == "no report":

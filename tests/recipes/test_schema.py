@@ -74,7 +74,11 @@ def test_recipe_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("groupsize: 64", "groupsize: Extra inputs are not permitted (found 64)"),
+        (
+            "groupsize: 64",
+            "groupsize: there is no such field; there are name, solver, num_bits, group_size, symmetric,",
+        ),
+        ("gates: {max_kl: 1}", "gates.max_kl: there is no such field; there are max_mean_kl, min_same_top, max_ppl_"),
         ("group_size: 48", "group_size: Input should be 32, 64 or 128 (found 48)"),
         ("group_size: '64'", "group_size: Input should be 32, 64 or 128 (found '64')"),
         ("num_bits: 8", "num_bits: Input should be 4"),
