@@ -97,7 +97,7 @@ def is_transient(error: BaseException | None) -> bool:
     return False
 
 
-def retried(call: Callable[[], T], note: Note = lambda text: None, attempts: int = ATTEMPTS) -> T:
+def retried(call: Callable[[], T], note: Note, attempts: int = ATTEMPTS) -> T:
     """The call's result. Errors that may pass are met by waiting longer each time, up to `attempts` calls in all."""
     for attempt in range(1, attempts):
         try:
@@ -111,7 +111,7 @@ def retried(call: Callable[[], T], note: Note = lambda text: None, attempts: int
     return call()
 
 
-def hub_info(repo: str, revision: str | None, files: bool = False) -> Any:
+def hub_info(repo: str, revision: str | None, note: Note, *, files: bool = False) -> Any:
     """huggingface_hub's ModelInfo, its `sha` the commit that a revision names now. To be called in `hub_errors`.
 
     With `files`, `siblings` have the size and hashes of each file.
@@ -119,7 +119,7 @@ def hub_info(repo: str, revision: str | None, files: bool = False) -> Any:
     from huggingface_hub import HfApi
 
     info = retried(
-        lambda: HfApi().model_info(repo, revision=revision, timeout=INFO_TIMEOUT_SECONDS, files_metadata=files)
+        lambda: HfApi().model_info(repo, revision=revision, timeout=INFO_TIMEOUT_SECONDS, files_metadata=files), note
     )
     if not isinstance(info.sha, str) or len(info.sha) != COMMIT_LENGTH:
         raise HubError(f"{repo}: the Hub gave {info.sha!r} as the commit of {revision or 'main'}. Try again later.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq.checkpoint.header import TensorInfo, check_length, parse_header
-from kvq.checkpoint.hub import hub_errors, hub_info
+from kvq.checkpoint.hub import Note, hub_errors, hub_info
 from kvq.checkpoint.index import INDEX_NAME, CheckpointIndex, assemble_index, load_json
 from kvq.errors import HubError
 
@@ -19,12 +19,12 @@ CONNECTIONS = 8
 TIMEOUT_SECONDS = 30
 
 
-def hub_metadata(repo: str, revision: str | None = None) -> tuple[dict[str, Any], CheckpointIndex, str]:
+def hub_metadata(repo: str, revision: str | None, note: Note) -> tuple[dict[str, Any], CheckpointIndex, str]:
     """Config, index and commit. Raises CheckpointError for what is damaged, HubError if the Hub does not deliver."""
     from huggingface_hub import hf_hub_download
 
     with hub_errors(repo):
-        info = hub_info(repo, revision)
+        info = hub_info(repo, revision, note)
         commit, files = info.sha, [file.rfilename for file in info.siblings or ()]
         if "config.json" not in files:
             raise HubError(f"{repo}: the repository has no config.json; it is no checkpoint that kvq can plan for.")

@@ -1,12 +1,12 @@
 """What a plan needs to know of a checkpoint, from wherever it can be had without reading weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvq.checkpoint.facts import known_checkpoint, published_index
 from kvq.checkpoint.index import CheckpointIndex, load_config, load_index
-from kvq.checkpoint.source import check_hub_id, local_folder
+from kvq.checkpoint.source import check_hub_id, local_folder, quiet
 from kvq.errors import CheckpointError
 
 Origin = Literal["folder", "facts", "hub"]
@@ -24,7 +24,9 @@ class Metadata:
     sources: tuple[str, ...] = ()
 
 
-def read_metadata(model: str, revision: str | None = None, alias: bool = False) -> Metadata:
+def read_metadata(
+    model: str, revision: str | None = None, alias: bool = False, note: Callable[[str], None] = quiet
+) -> Metadata:
     """Of a folder, of an alias (`alias`) from shipped facts, or of a Hub id by range requests, in this order."""
     folder = local_folder(model)
     if folder is not None:
@@ -39,5 +41,5 @@ def read_metadata(model: str, revision: str | None = None, alias: bool = False) 
     check_hub_id(model)
     from kvq.checkpoint.hub_headers import hub_metadata
 
-    config, index, commit = hub_metadata(model, revision)
+    config, index, commit = hub_metadata(model, revision, note)
     return Metadata(model, "hub", config, index, commit)

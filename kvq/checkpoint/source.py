@@ -85,7 +85,7 @@ def download(
 
     where: dict[str, Any] = {} if folder is None else {"local_dir": folder}
     with hub_errors(repo):
-        info = hub_info(repo, revision, files=True)
+        info = hub_info(repo, revision, note, files=True)
         arrived = Path(retried(lambda: snapshot_download(repo, revision=info.sha, **where), note, DOWNLOAD_ATTEMPTS))
     check_arrival(repo, info.sha, arrived, info.siblings or (), progress)
     return Source(arrived, repo, info.sha)

@@ -32,6 +32,7 @@ def calibrate_kv(
     from kvq.calibration.forward import pick_device
     from kvq.checkpoint.source import resolve_source
     from kvq.console import show_kv_report, stages
+    from kvq.console.transfer import TransferLines
 
     chosen_device = pick_device(device)
     data = user_data(calibration) if calibration is not None else None
@@ -39,7 +40,8 @@ def calibrate_kv(
     check_rows(data)
     if other_data is not None:
         check_rows(other_data)
-    source = resolve_source(unaliased(model), revision)
+    lines = TransferLines(quiet=as_json)
+    source = resolve_source(unaliased(model), revision, lines.note, lines.checked)
     folder = out or Path(f"{model if known_model(model) else source.name}-kv")
 
     from kvq.publish.kv_run import KvRequest, calibrate_kv_scales

@@ -49,6 +49,7 @@ def evaluate(
     from kvq.calibration.forward import pick_device
     from kvq.checkpoint.source import resolve_source
     from kvq.console import ERR, show_evaluation, show_gates, stages
+    from kvq.console.transfer import TransferLines
     from kvq.recipes.schema import make_gates
     from kvq.verify.documents import Cut
     from kvq.verify.evaluation import Request, evaluate_checkpoint
@@ -61,7 +62,8 @@ def evaluate(
         raise RecipeError("--kv-scales: only --kv-dtype makes use of them.")
     flags = make_gates(max_mean_kl, min_same_top, max_ppl_ratio, min_recovery or [])
     chosen_device = pick_device(device)
-    origin = resolve_source(unaliased(source))
+    lines = TransferLines(quiet=as_json)
+    origin = resolve_source(unaliased(source), None, lines.note, lines.checked)
     request = Request(
         folder, origin.folder, origin.name, data, Cut(max_rows, max_seq_length, long_context),
         None if kv_dtype is None else kv_dtype.value, kv_scales, base_logits, save_base_logits, damage,

@@ -35,6 +35,7 @@ def plan(
 
     gc.disable()  # half a million small objects that all stay until the end: collecting takes a third of the time
     from kvq.checkpoint.metadata import read_metadata
+    from kvq.console.transfer import TransferLines
     from kvq.publish.gpus import find_gpu
     from kvq.publish.parallel import Parallel
     from kvq.publish.plan_report import comparison_row, plan_report
@@ -44,7 +45,8 @@ def plan(
     names = _compared(recipes, compare, w, recipe)
     known, kind, parallel = known_model(model), find_gpu(gpu), Parallel(tp or gpus, ep, dp)
     chosen = [chosen_recipe(name, None, set_, known) for name in names] or [chosen_recipe(w, recipe, set_, known)]
-    metadata = read_metadata(model, revision, alias=known is not None)
+    note = TransferLines(quiet=as_json).note
+    metadata = read_metadata(model, revision, alias=known is not None, note=note)
     rows = []
     for one in chosen:
         resolved = resolve_plan(one, metadata.config, metadata.index, ranks)

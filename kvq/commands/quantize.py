@@ -137,11 +137,12 @@ def _dry_run_from_hub(repo: str, revision: str | None, recipe: "Recipe", out: Pa
     from kvq.checkpoint.metadata import read_metadata
     from kvq.checkpoint.writer import check_output
     from kvq.console import OUT, plan_dict, show_plan
+    from kvq.console.transfer import TransferLines
     from kvq.recipes.plan import resolve_plan
     from kvq.shares import launched
 
     rank, size = launched()
-    metadata = read_metadata(repo, revision)
+    metadata = read_metadata(repo, revision, note=TransferLines(quiet=as_json).note)
     plan = resolve_plan(recipe, metadata.config, metadata.index, size)
     check_output(out, plan.output_bytes)
     if rank:

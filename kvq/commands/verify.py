@@ -26,9 +26,11 @@ def verify(
     """Check a written checkpoint from its files alone, and against its source if given."""
     from kvq.checkpoint.source import resolve_source
     from kvq.console import show_verification, stages
+    from kvq.console.transfer import TransferLines
     from kvq.verify.checks import verify_checkpoint
 
-    origin = resolve_source(unaliased(source)).folder if source else None
+    lines = TransferLines(quiet=as_json)
+    origin = resolve_source(unaliased(source), None, lines.note, lines.checked).folder if source else None
     with stages() as stage:
         report = verify_checkpoint(
             folder, origin, lambda done, total: stage(f"comparing tensor {done}/{total} with the source"),

@@ -52,7 +52,7 @@ class HubRepo:
 
     def _info(self, revision: str | None) -> Any:
         with hub_errors(self.repo, self.advice):
-            return hub_info(self.repo, revision)
+            return hub_info(self.repo, revision, self.note)
 
     def login(self) -> str:
         """Who the token belongs to."""

@@ -166,6 +166,8 @@ def test_a_local_disk_that_is_full_is_not_the_hubs_fault(hub: FakeHub) -> None:
 )
 def test_what_may_pass_is_tried_again(hub: FakeHub, error: Exception, calls: int) -> None:
     hub.info_error = error
+    told: list[str] = []
     with pytest.raises(HubError):
-        resolve_source("owner/name")
+        resolve_source("owner/name", note=told.append)
     assert len(hub.calls) == calls
+    assert len(told) == calls - 1 and all(line.startswith("attempt ") for line in told), "it waits without a word"
