@@ -41,6 +41,7 @@ from page_tags_client import Load, answer_all, get_json, mixed_load, steady_load
 from page_tags_server import serving_tagged
 
 PORT = 30211
+FEWEST = 24  # requests of one measurement; of fewer than 21 the 95th percentile is the slowest
 APART = 2000  # a server takes ports of its own up to 1,000 above its first
 COMMON: dict[str, Any] = {
     "skip-tokenizer-init": True, "attention-backend": "triton", "sampling-backend": "pytorch",
@@ -250,7 +251,7 @@ def cost(arguments: argparse.Namespace, results: Results) -> str:
 def measure(port: int, at_once: int, seed: int, rounds: int) -> dict[str, float]:
     """Tokens a second, and the 95th percentile of a request's seconds, under a closed load; a short round first."""
     answer_all(port, steady_load(seed * 1000 + 999, at_once, 8), at_once)
-    load = steady_load(seed * 1000 + at_once, at_once * max(rounds, 8 // at_once), 128)
+    load = steady_load(seed * 1000 + at_once, at_once * max(rounds, FEWEST // at_once), 128)
     started = time.monotonic()
     answers = answer_all(port, load, at_once)
     seconds = time.monotonic() - started
