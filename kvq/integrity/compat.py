@@ -6,7 +6,7 @@ is missing or changed, nothing is hooked.
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 SUPPORTED_VERSIONS = ("0.5.17",)
@@ -75,6 +75,41 @@ def problems(version: str, resolve: Callable[[str], Any] = pkgutil.resolve_name)
     return [*_changed_names(resolve), *_missing_fields(resolve)]
 
 
+def unhooked(
+    functions: Mapping[str, Callable[..., Any]], resolve: Callable[[str], Any] = pkgutil.resolve_name
+) -> list[str]:
+    """Hooked names that do not lead to our function: SGLang could not hook them, or somebody replaced them since."""
+    found = []
+    for name, function in functions.items():
+        try:
+            target = resolve(name)
+        except (AttributeError, ImportError, ValueError):
+            target = None
+        if not _leads_to(target, function):
+            found.append(f"SGLang could not hook {name}, or another plugin has replaced it")
+    return found
+
+
+def passed_over(functions: Mapping[str, Callable[..., Any]], registered: Mapping[str, Any]) -> list[str]:
+    """Hooks of other plugins that SGLang does not call: they were registered on a name after ours were applied."""
+    return [
+        f"{getattr(source, 'plugin_name', 'another plugin')} hooks {name} as well, and SGLang passes over its hook"
+        for name in functions
+        for _, hook, source in registered.get(name, ())
+        if hook is not functions[name] and not _leads_to(pkgutil.resolve_name(name), hook)
+    ]
+
+
+def _leads_to(target: Any, function: Callable[..., Any]) -> bool:
+    """Whether a chain of SGLang's wrappers, each of which holds its hook in its closure, has this one."""
+    while target is not None:
+        held = inspect.getclosurevars(target).nonlocals.values() if inspect.isfunction(target) else ()
+        if any(value is function for value in held):
+            return True
+        target = getattr(target, "__wrapped__", None)
+    return False
+
+
 def refusal(found: list[str]) -> str:
     return (
         f"kvq: KV page tags cannot be switched on: {'; '.join(found)}. They support SGLang "
@@ -86,10 +121,11 @@ def _changed_names(resolve: Callable[[str], Any]) -> Iterator[str]:
     for name, expected in HOOKED.items():
         try:
             target = resolve(name)
-        except (AttributeError, ImportError, ValueError):
-            yield f"{name} is missing"
+            parameters = inspect.signature(target).parameters
+        except (AttributeError, ImportError, ValueError, TypeError):
+            yield f"{name} is missing, or is no function"
             continue
-        found = tuple(name for name in inspect.signature(target).parameters if name != "self")
+        found = tuple(name for name in parameters if name != "self")
         if found != expected:
             yield f"{name} takes ({', '.join(found)}), not ({', '.join(expected)})"
 

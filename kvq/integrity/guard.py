@@ -3,6 +3,7 @@
 Shape suffixes as in `table`. Objects of SGLang are `Any` here: it is not imported, so that this can be tested without.
 """
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ NEEDED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "enable_streaming_session": (False,),
     "dllm_algorithm": (None,),
 }
+BUSY_CHECK = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"
 EXPORT_SECONDS = 1.0
 _BUFFERS = 8  # verdicts under way at once; the overlapped loop has two
 
@@ -50,7 +52,7 @@ class Guard:
     """Of the scheduler in this process. Raises RecipeError where it does not fit how the server was started."""
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:
-        if found := unsupported(scheduler):
+        if found := [*unsupported(scheduler), *_unsupported_environment(settings)]:
             raise RecipeError("; ".join(found))
         self.settings = settings
         self.scheduler = scheduler
@@ -143,6 +145,12 @@ class Guard:
 
     def before_results(self, batch: Any) -> None:
         """Reads verdicts up to this batch's own: enqueued before its forward, so it is there when the tokens are."""
+        self._read_up_to(batch)
+        if self.incidents.namespace:  # else nothing has failed yet
+            for req in batch.reqs:
+                self.incidents.insist(req)
+
+    def _read_up_to(self, batch: Any) -> None:
         while self._pending:
             pending = self._pending.popleft()
             self._read(pending)
@@ -218,7 +226,7 @@ class Guard:
         scheduler = self.scheduler
         scheduler.process_pending_chunked_abort()  # which planning would begin with
         batches = (scheduler.running_batch, scheduler.last_batch)
-        reqs = {req.rid: req for batch in batches if batch is not None for req in batch.reqs}
+        reqs = {id(req): req for batch in batches if batch is not None for req in batch.reqs}
         failed = [req for req in reqs.values() if req.req_pool_idx is not None and self.incidents.failed(req)]
         made_up = [self.incidents.make_up(req) for req in failed]
         count, *made_up_everywhere = least([self.incidents.free_pages(), *map(int, made_up)], group)
@@ -309,6 +317,12 @@ def make_tags(slots_RS: Tensor, num_pages: int, page_size: int) -> PageTags:
 
     compile_all(slots_RS.device, page_size, slots_RS.shape[1])
     return TritonPageTags(slots_RS, num_pages, page_size)
+
+
+def _unsupported_environment(settings: Settings) -> list[str]:
+    """SGLang's count of its pages while requests run would end the server over the first page in quarantine."""
+    value = os.environ.get(BUSY_CHECK, "0")
+    return [f"{BUSY_CHECK} is {value}"] if settings.mode == "abort" and value not in ("", "0") else []
 
 
 def unsupported(scheduler: Any) -> list[str]:

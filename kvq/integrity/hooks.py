@@ -35,9 +35,21 @@ def after_scheduler_init(_result: None, scheduler: Any, *args: Any, **kwargs: An
         guard = Guard(scheduler, _SETTINGS)
     except RecipeError as error:
         raise SystemExit(compat.refusal([str(error)])) from error
+    if found := _hooked_otherwise(scheduler):
+        raise SystemExit(compat.refusal(found))
     if getattr(scheduler.server_args, "enable_metrics", False):
         guard.counters.connect({"tp_rank": str(scheduler.ps.tp_rank), "dp_rank": str(scheduler.ps.dp_rank or 0)})
     attach(guard)
+
+
+def _hooked_otherwise(scheduler: Any) -> list[str]:
+    """What plugins that were loaded after ours have made of our hooks, and whether this scheduler's class has them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    functions = {name: function for name, (_, function) in HOOKS.items()}
+    found = [*compat.unhooked(functions), *compat.passed_over(functions, HookRegistry._hooks)]
+    own = {name: functions[f"{_SCHEDULER}.{name}"] for name in ("run_batch", "process_batch_result")}
+    return found or compat.unhooked(own, lambda name: getattr(type(scheduler), name, None))
 
 
 # Pages change hands

@@ -8,6 +8,7 @@ use until the engine is idle, and then put in order, before it counts its pages 
 import json
 import logging
 import math
+import secrets
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
@@ -21,6 +22,8 @@ from kvq.integrity.table import PageTags, Violation
 logger = logging.getLogger("kvq.integrity")
 ERROR_TYPE = "KVPageTagMismatch"
 NAMESPACE = "kvq-kv-tags"
+# Attributes of a SGLang request that are ours: why it is to end; its key of the prefix cache, SGLang's own and ours.
+FAILURE, OWN_KEY = "kvq_kv_tags_failure", "kvq_kv_tags_own_key"
 
 
 class Incidents:
@@ -32,19 +35,23 @@ class Incidents:
         self.unsettled = False
         self.alone = True  # no other rank schedules by this one's free pages
         self.namespace = 0
+        self._suffix = f"|{NAMESPACE}-{secrets.token_hex(8)}"  # no client's salt names it
         self._rename = False
         self._kept_back_N = self.allocator.free_pages[:0]
-        self._failed: dict[str, str] = {}  # request id -> message; until its pages are freed
-        self._given_up: set[str] = set()  # of those, whose pages are not freed
+        # By the request's identity, as several tokenizers may give one id twice. Request and message; until its pages
+        # are freed. Of those given up, pages are not freed.
+        self._failed: dict[int, tuple[Any, str]] = {}
+        self._given_up: set[int] = set()
 
     def failed(self, req: Any) -> bool:
-        return req.rid in self._failed
+        return id(req) in self._failed
 
     def violation(self, req: Any, violation: Violation, *, abort: bool) -> None:
         """Reports; with `abort`, the request's next result becomes an error and none of its tokens leaves any more."""
         if self.failed(req) or req.req_pool_idx is None:
             return
-        self._failed[req.rid] = message = f"KV page tag mismatch: {violation}"
+        message = f"KV page tag mismatch: {violation}"
+        self._failed[id(req)] = req, message
         self.counters.violations += 1
         self.counters.last_violation = f"request {req.rid}: {violation}"
         details = {"rid": req.rid, "page": violation.page, "index": violation.index}
@@ -78,26 +85,38 @@ class Incidents:
 
     def ended(self, req: Any) -> None:
         """The request's pages are freed."""
-        self._failed.pop(req.rid, None)
-        self._given_up.discard(req.rid)
+        self._failed.pop(id(req), None)
+        self._given_up.discard(id(req))
 
     def reason(self, req: Any) -> Any:
-        """The finish reason of a failed request: an abort with HTTP status 500."""
+        """The finish reason of a request that is to end with an error: an abort with HTTP status 500."""
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-        return FINISH_ABORT(self._failed[req.rid], HTTPStatus.INTERNAL_SERVER_ERROR, ERROR_TYPE)
+        return FINISH_ABORT(getattr(req, FAILURE), HTTPStatus.INTERNAL_SERVER_ERROR, ERROR_TYPE)
+
+    def insist(self, req: Any) -> None:
+        """Before a step's tokens are looked at: a client's abort or a time limit that came since the violation was
+        read has put its own reason in the place of ours."""
+        if hasattr(req, FAILURE) and not req.finished() and not _is_ours(req.to_finish):
+            req.to_finish = self.reason(req)
 
     def withhold(self, req: Any) -> None:
         """Before answers are sent: SGLang cuts a failed request's tokens, but not all that is told beside them, such as
-        the first token of a prefill with its log-probability."""
-        if getattr(req.finished_reason, "err_type", None) == ERROR_TYPE:
-            req.return_logprob = req.return_hidden_states = req.return_sampling_mask = False
-            req.return_routed_experts = req.return_indexer_topk = False
-            req.customized_info = None
+        the first token of a prefill with its log-probability. Nor does it forget them: a session would go on from them.
+        """
+        if not hasattr(req, FAILURE):
+            return
+        req.return_logprob = req.return_hidden_states = req.return_sampling_mask = False
+        req.return_routed_experts = req.return_indexer_topk = False
+        req.customized_info = None
+        if req.finished():
+            if not _is_ours(req.finished_reason):
+                req.finished_reason = self.reason(req)
+            del req.output_ids[req.finished_len :]
 
     def settle(self, req: Any) -> None:
         """Before a failed request's pages are freed: makes each entry of its row one that is its own to free."""
-        if req.rid in self._given_up or not self.make_up(req):
+        if id(req) in self._given_up or not self.make_up(req):
             # Nothing can stand in, so nothing of it is freed now: `put_in_order` finds these pages when all is idle.
             logger.error("no page is free to settle request %s; its pages stay out of use until idle", req.rid)
             req.cache_protected_len = req.kv.kv_allocated_len = req.kv_committed_len = 0
@@ -112,7 +131,7 @@ class Incidents:
 
     def give_up(self, req: Any) -> None:
         """Another rank has no page to lend it: here nothing of it is freed either."""
-        self._given_up.add(req.rid)
+        self._given_up.add(id(req))
 
     def start_afresh(self) -> None:
         """Later requests do not find what is cached now; it leaves as it grows old.
@@ -133,12 +152,15 @@ class Incidents:
     def queued(self, req: Any) -> None:
         """Puts a request that holds no pages into the present namespace of the prefix cache."""
         if self.namespace and req.req_pool_idx is None:
-            if getattr(req.to_finish, "err_type", None) == ERROR_TYPE:
+            if _is_ours(req.to_finish):
                 # Retracted before it could end. It ends with the first result of its new pages, which are sound: while
                 # it skipped the cache, SGLang would prefill its first chunk again and again.
                 req.skip_radix_cache_insert = False
-            own_key = (req.extra_key or "").split(f"|{NAMESPACE}")[0]
-            req.extra_key = f"{own_key}|{NAMESPACE}-{self.namespace}"
+            own, named = getattr(req, OWN_KEY, ("", None))
+            if req.extra_key != named:  # as SGLang made it: of the client's salt and the adapter
+                own = req.extra_key or ""
+            req.extra_key = f"{own}{self._suffix}-{self.namespace}"
+            setattr(req, OWN_KEY, (own, req.extra_key))
 
     def put_in_order(self) -> None:
         """With nothing running: every page is free, or the cache's, once."""
@@ -197,6 +219,7 @@ class Incidents:
     # Inside
 
     def _end(self, req: Any, message: str) -> None:
+        setattr(req, FAILURE, message)
         req.to_finish = self.reason(req)
         # What has been generated up to here was checked; what the forward under way gives is cut off.
         req.finished_len = len(req.output_ids)
@@ -256,3 +279,7 @@ class Incidents:
     def _slots(self, pages_N: Tensor) -> Tensor:
         size = self.tags.page_size
         return (pages_N.long()[:, None] * size + torch.arange(size, device=pages_N.device)).flatten()
+
+
+def _is_ours(reason: Any) -> bool:
+    return getattr(reason, "err_type", None) == ERROR_TYPE

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvq.errors import RecipeError
 from kvq.integrity import hooks
 from kvq.integrity.counters import Counters
 from kvq.integrity.guard import EXPORT_SECONDS, Guard
@@ -179,7 +180,7 @@ def test_what_one_rank_cannot_settle_is_freed_by_none(theirs: int, freed: int, o
     req = request(guard, 0, 3)
     req.cache_protected_len, req.kv_committed_len = 0, 3
     guard.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False, reqs=[req])
-    guard.incidents.unsettled, guard.incidents._failed[req.rid] = True, "a mismatch"
+    guard.incidents.unsettled, guard.incidents._failed[id(req)] = True, (req, "a mismatch")
     other_rank["cpu"] = torch.tensor([PAGES, theirs])
     guard.next_step()
     assert req.kv.kv_allocated_len == 3  # it may go on running until it ends
@@ -261,16 +262,38 @@ def test_other_pools_pages_are_none_of_its_business(monkeypatch: pytest.MonkeyPa
 
 def test_after_a_violation_who_waits_does_not_find_what_is_cached() -> None:
     """The key of the cache changes for requests without pages, by one word, however often; the user's own stays."""
-    guard = make_guard()
+    guard, other = make_guard(), make_guard()
+    assert guard.incidents._suffix != other.incidents._suffix, "a client could name it"
     waiting = [SimpleNamespace(req_pool_idx=None, extra_key=key, to_finish=None) for key in (None, "salt")]
     holding = SimpleNamespace(req_pool_idx=3, extra_key="salt")
     guard.scheduler.waiting_queue = [*waiting, holding]
     for number in (1, 2):
         guard.incidents.start_afresh()
         guard.next_step()
-        assert [req.extra_key for req in (*waiting, holding)] == [
-            f"|kvq-kv-tags-{number}", f"salt|kvq-kv-tags-{number}", "salt"
-        ]  # fmt: skip
+        suffix = f"{guard.incidents._suffix}-{number}"
+        assert [req.extra_key for req in (*waiting, holding)] == [suffix, f"salt{suffix}", "salt"]
+
+
+def test_a_salt_that_looks_like_ours_is_the_clients_own() -> None:
+    """SGLang appends the adapter's id to the salt: cut off with what follows, all adapters would share one cache."""
+    guard = make_guard()
+    ours = guard.incidents._suffix
+    keys = ["|kvq-kv-tagsL", f"bob{ours}-1L", f"bob{ours}-1"]
+    guard.scheduler.waiting_queue = [
+        SimpleNamespace(req_pool_idx=None, extra_key=key, to_finish=None) for key in keys
+    ]  # fmt: skip
+    for number in (1, 2):
+        guard.incidents.start_afresh()
+        guard.next_step()
+        assert [req.extra_key for req in guard.scheduler.waiting_queue] == [f"{key}{ours}-{number}" for key in keys]
+
+
+def test_sglangs_count_of_pages_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the server over the first page in quarantine."""
+    monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+    make_guard(mode="log")
+    with pytest.raises(RecipeError, match="SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY is 1"):
+        make_guard(mode="abort")
 
 
 @pytest.mark.parametrize("mode", ["log", "abort"])

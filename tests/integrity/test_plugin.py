@@ -51,8 +51,12 @@ def test_settings_from_the_environment(environment: dict[str, str], expected: Se
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("KVQ_KV_TAGS", "on"), ("KVQ_KV_TAGS_SWEEP_SECONDS", "often"), ("KVQ_KV_TAGS_SWEEP_SECONDS", "-1")],
-)
+    [
+        ("KVQ_KV_TAGS", "on"), ("KVQ_KV_TAGS_SWEEP_SECONDS", "often"), ("KVQ_KV_TAGS_SWEEP_SECONDS", "-1"),
+        ("KVQ_KV_TAGS_FAULTS", "seed=1"), ("KVQ_KV_TAGS_FAULTS", "rate=2"),
+        ("KVQ_KV_TAGS_FAULTS", "rate=0.1,kind=free"),
+    ],
+)  # fmt: skip
 def test_a_setting_that_means_nothing_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match=f"{name} is '{value}'"):
         read_settings({name: value})
@@ -61,11 +65,19 @@ def test_a_setting_that_means_nothing_is_refused(name: str, value: str, monkeypa
         plugin.install()
 
 
+@pytest.mark.parametrize("name", ["KVQ_KV_TAG", "KVQ_KV_TAGS_SWEEP"])
+def test_a_misspelt_variable_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a server that was asked for tags would run without."""
+    monkeypatch.setenv(name, "abort")
+    with pytest.raises(SystemExit, match=f"{name}: there is no such variable; there are KVQ_KV_TAGS, "):
+        plugin.install()
+
+
 def fake_sglang(monkeypatch: pytest.MonkeyPatch, version: str) -> list[str]:
     """Modules that stand for SGLang; returns the list of targets that get hooked."""
     registered: list[str] = []
     registry = SimpleNamespace(
-        register=lambda name, *_: registered.append(name), apply_hooks=lambda: None, _patched=set(hooks.HOOKS)
+        register=lambda name, *_: registered.append(name), apply_hooks=lambda: None, _patched=set(), _hooks={}
     )
     modules: dict[str, dict[str, Any]] = {
         "sglang": {"__version__": version},
@@ -100,8 +112,30 @@ def test_a_hook_that_was_not_applied_is_refused(monkeypatch: pytest.MonkeyPatch)
     fake_sglang(monkeypatch, "0.5.17")
     monkeypatch.setenv("KVQ_KV_TAGS", "log")
     monkeypatch.setattr(compat, "problems", lambda version: [])
-    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry._patched.discard(next(iter(hooks.HOOKS)))
     with pytest.raises(SystemExit, match=f"could not hook {next(iter(hooks.HOOKS))}"):
+        plugin.install()
+
+
+def test_a_name_that_is_hooked_already_is_refused_before_anything_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = fake_sglang(monkeypatch, "0.5.17")
+    monkeypatch.setenv("KVQ_KV_TAGS", "abort")
+    monkeypatch.setattr(compat, "problems", lambda version: [])
+    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry._patched.add(next(iter(hooks.HOOKS)))
+    with pytest.raises(SystemExit, match=f"another plugin has hooked {next(iter(hooks.HOOKS))} already"):
+        plugin.install()
+    assert registered == []
+
+
+def test_whatever_goes_wrong_the_server_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's loader logs exceptions and goes on."""
+    fake_sglang(monkeypatch, "0.5.17")
+    monkeypatch.setenv("KVQ_KV_TAGS", "abort")
+
+    def broken(version: str) -> list[str]:
+        raise OSError("a disk went away")
+
+    monkeypatch.setattr(compat, "problems", broken)
+    with pytest.raises(SystemExit, match=r"cannot be switched on: OSError: a disk went away\. Unset KVQ_KV_TAGS"):
         plugin.install()
 
 
@@ -126,7 +160,9 @@ def resolver(**changed: Any) -> Any:
 def test_the_probe_names_what_is_missing_or_changed() -> None:
     assert compat.problems("0.5.17", resolver()) == []
     (found,) = compat.problems("0.5.17", resolver(insert=None))
-    assert found == "sglang.srt.mem_cache.radix_cache.RadixCache.insert is missing"
+    assert found == "sglang.srt.mem_cache.radix_cache.RadixCache.insert is missing, or is no function"
+    (found,) = compat.problems("0.5.17", resolver(insert=7))
+    assert found == "sglang.srt.mem_cache.radix_cache.RadixCache.insert is missing, or is no function"
     (found,) = compat.problems("0.5.17", resolver(insert=lambda self, params, node: None))
     assert found.endswith("RadixCache.insert takes (params, node), not (params)")
     fields = dict.fromkeys(set(compat.FIELDS["sglang.srt.managers.schedule_batch.Req"]) - {"to_finish"})
