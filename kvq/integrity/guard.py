@@ -184,6 +184,9 @@ class Guard:
                 self.scheduler.running_batch.batch_is_full = False  # else those that did not fit are not tried again
         if self._ranks is not None:
             self._level_ranks(self._ranks)
+        elif self.aborts and self.incidents.lost_pages:
+            self.read_all()
+            self.incidents.reclaim()
         self.between_steps()
 
     def between_steps(self) -> None:

@@ -33,6 +33,7 @@ class Incidents:
         self.tags = tags
         self.counters = counters
         self.unsettled = False
+        self.lost_pages = False  # a failed request has gone, and what it lost may belong to nobody
         self.alone = True  # no other rank schedules by this one's free pages
         self.namespace = 0
         self._suffix = f"|{NAMESPACE}-{secrets.token_hex(8)}"  # no client's salt names it
@@ -85,7 +86,8 @@ class Incidents:
 
     def ended(self, req: Any) -> None:
         """The request's pages are freed."""
-        self._failed.pop(id(req), None)
+        if self._failed.pop(id(req), None) is not None:
+            self.lost_pages = self.unsettled
         self._given_up.discard(id(req))
 
     def reason(self, req: Any) -> Any:
@@ -168,17 +170,32 @@ class Incidents:
         self._kept_back_N = self._kept_back_N[:0]
         self.repair_cache()
         self._clean_free_list()
+        found = self._free_orphans([])
+        self.unsettled = self.lost_pages = False
+        self._failed.clear()
+        self._given_up.clear()
+        logger.warning("KV pages are in order again after a violation; %d had no owner", found)
+
+    def reclaim(self) -> None:
+        """Between two steps, when failed requests have gone: their lost pages go back, before one that is sound and
+        still runs has to end for want of them. A page of a row that is in use, of the cache or the free list has an
+        owner."""
+        self.lost_pages = False
+        self._clean_free_list()
+        waiting = set(self.scheduler.req_to_token_pool.free_slots)
+        rows = [row for row in range(1, self.tags.slots_RS.shape[0]) if row not in waiting]
+        if found := self._free_orphans(rows):
+            logger.warning("%d KV pages that belonged to nobody are free again", found)
+
+    def _free_orphans(self, rows: list[int]) -> int:
+        """Frees pages that are tagged as held and that none of these rows, the cache or the free list names."""
         slots_N = self.cached_slots()
-        free_N = self._free_pages()
-        named_N = free_N if slots_N is None else torch.cat([free_N, self._pages(slots_N)])
-        orphans_N = self.tags.orphans(named_N)
+        named = [self._free_pages(), *(self.tags.pages_of(row) for row in rows)]
+        orphans_N = self.tags.orphans(torch.cat(named if slots_N is None else [*named, self._pages(slots_N)]))
         if orphans_N.numel():
             self.counters.quarantined_pages += orphans_N.numel()
             self.allocator.free(self._slots(orphans_N))
-        self.unsettled = False
-        self._failed.clear()
-        self._given_up.clear()
-        logger.warning("KV pages are in order again after a violation; %d had no owner", orphans_N.numel())
+        return orphans_N.numel()
 
     def emptied(self) -> None:
         """Every page is in the allocator's list again."""

@@ -257,11 +257,16 @@ class PageTags:
         self.cached_P[page] = STAND_IN
 
     def orphans(self, named_N: Tensor) -> Tensor:
-        """Pages tagged as held that are not in `named_N`: with nothing running, those that are cached or free."""
+        """Pages tagged as held that are not in `named_N`: those that are cached, free, or of a row in use."""
         self.apply()
         known_P = torch.zeros_like(self.tag_P, dtype=torch.bool)
         known_P[named_N.long()] = True
         return ((self.tag_P > 0) & ~known_P).nonzero().flatten()
+
+    def pages_of(self, row: int) -> Tensor:
+        """The pages that a row in use names. Waits for the device."""
+        self.apply()
+        return self._page_range(row, 0, int(self.covered_R[row]))
 
     def sound_free_list(self, pages_N: Tensor) -> Tensor:
         """The free list without pages that are held, the padding page, and second copies; order is kept."""

@@ -274,6 +274,61 @@ def test_after_a_violation_who_waits_does_not_find_what_is_cached() -> None:
         assert [req.extra_key for req in (*waiting, holding)] == [suffix, f"salt{suffix}", "salt"]
 
 
+def fail(guard: Guard, *reqs: Any) -> None:
+    """Each loses the page at position 1, and the check sees it."""
+    for req in reqs:
+        free(guard, int(guard.tags.slots_RS[req.req_pool_idx, 1]))
+    guard.before_forward(batch(*reqs))
+    guard.read_all()
+
+
+def running(guard: Guard, row: int) -> Any:
+    req = request(guard, row, 3)
+    req.finished, req.output_ids, req.to_finish, req.finished_reason = (lambda: False), [5, 6], None, None
+    return req
+
+
+@pytest.fixture
+def finish_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(message: str = "", status_code: int | None = None, err_type: str | None = None) -> Any:
+        return SimpleNamespace(message=message, status_code=status_code, err_type=err_type)
+
+    monkeypatch.setitem(
+        sys.modules, "sglang.srt.managers.schedule_batch", SimpleNamespace(FINISH_ABORT=reason)
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("finish_abort")
+def test_an_abort_after_a_violation_does_not_take_its_place() -> None:
+    """SGLang sets the reason anew for a client's abort, a time limit, a grammar; ours withholds what was computed."""
+    guard = make_guard()
+    req, sound = running(guard, 0), running(guard, 1)
+    fail(guard, req)
+    req.to_finish = sound.to_finish = theirs = SimpleNamespace(err_type=None)
+    guard.before_results(batch(req, sound))
+    assert req.to_finish.err_type == "KVPageTagMismatch" and sound.to_finish is theirs
+    req.finished_reason, req.finished = theirs, lambda: True  # in the middle of the step: a grammar
+    req.output_ids.append(7)
+    req.return_logprob = sound.return_logprob = True
+    guard.incidents.ended(req)
+    for each in (req, sound):
+        guard.incidents.withhold(each)
+    assert req.finished_reason.status_code == 500 and not req.return_logprob and sound.return_logprob
+    assert req.output_ids == [5, 6], "a session would go on from what was withheld"
+
+
+@pytest.mark.usefixtures("finish_abort")
+def test_two_requests_with_one_id_are_two() -> None:
+    """Each of several tokenizers knows its own ids only."""
+    guard = make_guard()
+    one, other = running(guard, 0), running(guard, 1)
+    one.rid = other.rid = "same"
+    fail(guard, one, other)
+    assert guard.counters.violations == 2 and one.to_finish.status_code == other.to_finish.status_code == 500
+    guard.incidents.ended(one)
+    assert guard.incidents.failed(other) and not guard.incidents.failed(one)
+
+
 def test_a_salt_that_looks_like_ours_is_the_clients_own() -> None:
     """SGLang appends the adapter's id to the salt: cut off with what follows, all adapters would share one cache."""
     guard = make_guard()

@@ -303,6 +303,7 @@ def calls(tags: PageTags) -> dict[str, Callable[[], object]]:
         "hold": lambda: tags.hold(1),
         "stand_in": lambda: tags.stand_in(1, 2),
         "orphans": lambda: tags.orphans(one_B),
+        "pages_of": lambda: tags.pages_of(0),
         "sound_free_list": lambda: tags.sound_free_list(one_B),
         "forget_cache": lambda: tags.forget_cache(),
         "reset": lambda: tags.reset(),

@@ -14,7 +14,7 @@ if sglang.__version__ not in compat.SUPPORTED_VERSIONS:
     pytest.skip(f"SGLang {sglang.__version__} is refused, see test_refusal", allow_module_level=True)
 import sglang.srt.managers.scheduler  # before the fork: seconds, which no child needs to spend again
 
-from tests.contract.integrity import load, scheduler_runs
+from tests.contract.integrity import load, real_scheduler, scheduler_runs
 from tests.contract.integrity.scheduler_runs import Run, Setup, run, run_ranks
 
 SETUPS = [
@@ -95,6 +95,82 @@ def test_a_request_that_needs_the_pages_out_of_use_gets_them(monkeypatch: pytest
     monkeypatch.setattr(load.Client, "receive", receive_and_harm)
     done = run(Setup("mla", 64), 3, seed=4, mode="abort")
     assert_sound(done, 3)
+    assert done.endings == {"r0": "tags", "r1": "full", "r2": "full"}
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_one_that_runs_on_into_the_whole_pool_gets_what_a_failed_one_lost(
+    monkeypatch: pytest.MonkeyPatch, page_size: int
+) -> None:
+    """The engine never becomes idle, and nobody waits: the pages are needed by one that is sound and running."""
+    setup = Setup("mla", page_size)
+    grows, short, lost = (300, 200, range(3)) if page_size == 64 else (100, 60, range(30, 60))
+    dice = random.Random(1)
+    asked = [
+        load.Asked("r0", load._tokens(dice, 200), setup.tokens - 200 - page_size, None),
+        load.Asked("r1", load._tokens(dice, 20), grows, None),
+    ]
+    monkeypatch.setattr(scheduler_runs, "mixed_load", lambda *_: asked)
+    monkeypatch.setattr(real_scheduler, "RETRACT_EVERY", 10**9)
+    receive = load.Client.receive
+    done_at: list[int] = []
+
+    def receive_and_harm(client: load.Client, scheduler: Any) -> list[Any]:
+        running = {req.rid: req for req in scheduler.running_batch.reqs}
+        if not done_at and {"r0", "r1"} <= set(running) and len(running["r1"].output_ids) > short:
+            done_at.append(client.turn)
+            tags = hooks._GUARD.tags  # type: ignore[union-attr]
+            for at in lost:
+                theirs = int(tags._page_range(running["r0"].req_pool_idx, at, at + 1)[0])
+                tags._set_page(running["r1"].req_pool_idx, at, theirs)
+        return receive(client, scheduler)
+
+    monkeypatch.setattr(load.Client, "receive", receive_and_harm)
+    done = run(setup, 2, seed=4, mode="abort")
+    assert_sound(done, 2)
+    assert done.endings == {"r0": "full", "r1": "tags"}
+
+
+@pytest.mark.parametrize("flag", ["--disable-overlap-schedule", "--disable-radix-cache"])
+def test_a_session_does_not_go_on_from_a_withheld_token(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    from sglang.srt.managers.io_struct import OpenSessionReqInput, SessionParams
+
+    dice = random.Random(1)
+    prompts = [load._tokens(dice, count) for count in (70, 70, 5)]
+    asked = [load.Asked(f"r{at}", prompt, (30, 200, 5)[at], None) for at, prompt in enumerate(prompts)]
+    monkeypatch.setattr(scheduler_runs, "mixed_load", lambda *_: asked)
+    monkeypatch.setattr(real_scheduler, "RETRACT_EVERY", 10**9)
+    as_sglang, receive = load._as_sglang, load.Client.receive
+    held: list[Any] = []
+    harmed: list[int] = []
+
+    def in_a_session(one: load.Asked) -> Any:
+        found = as_sglang(one)
+        if one.rid != "r1":
+            found.session_params = SessionParams(id="s", rid=None if one.rid == "r0" else "r0")
+        return found
+
+    def receive_and_harm(client: load.Client, scheduler: Any) -> list[Any]:
+        new = receive(client, scheduler)
+        if client.turn == 1:
+            new.insert(0, OpenSessionReqInput(capacity_of_str_len=1000, session_id="s"))
+        held.extend(one for one in new if getattr(one, "rid", "") == "r2")
+        new = [one for one in new if getattr(one, "rid", "") != "r2"]
+        if held and client.load["r0"].reason is not None:
+            new.append(held.pop())
+        running = {req.rid: req for req in scheduler.running_batch.reqs}
+        if not harmed and {"r0", "r1"} <= set(running) and len(running["r0"].output_ids) == 10:
+            harmed.append(client.turn)
+            tags = hooks._GUARD.tags  # type: ignore[union-attr]
+            tags._set_page(running["r0"].req_pool_idx, 0, int(tags._page_range(running["r1"].req_pool_idx, 0, 1)[0]))
+        if "r2" in running:
+            seen = [*prompts[0], *client.load["r0"].tokens, *prompts[2]]
+            assert list(running["r2"].origin_input_ids) == seen, "it goes on from a token that was withheld"
+        return new
+
+    monkeypatch.setattr(load, "_as_sglang", in_a_session)
+    monkeypatch.setattr(load.Client, "receive", receive_and_harm)
+    done = run(Setup("mla", 64, (flag,)), 3, seed=4, mode="abort")
     assert done.endings == {"r0": "tags", "r1": "full", "r2": "full"}
 
 
