@@ -39,9 +39,9 @@ class Incidents:
         self._suffix = f"|{NAMESPACE}-{secrets.token_hex(8)}"  # no client's salt names it
         self._rename = False
         self._kept_back_N = self.allocator.free_pages[:0]
-        # By the request's identity, as several tokenizers may give one id twice. Request and message; until its pages
-        # are freed. Of those given up, pages are not freed.
-        self._failed: dict[int, tuple[Any, str]] = {}
+        # By the request's identity, as several tokenizers may give one id twice; until its pages are freed. Of those
+        # given up, pages are not freed.
+        self._failed: dict[int, Any] = {}
         self._given_up: set[int] = set()
 
     def failed(self, req: Any) -> bool:
@@ -52,7 +52,7 @@ class Incidents:
         if self.failed(req) or req.req_pool_idx is None:
             return
         message = f"KV page tag mismatch: {violation}"
-        self._failed[id(req)] = req, message
+        self._failed[id(req)] = req
         self.counters.violations += 1
         self.counters.last_violation = f"request {req.rid}: {violation}"
         details = {"rid": req.rid, "page": violation.page, "index": violation.index}

@@ -180,7 +180,7 @@ def test_what_one_rank_cannot_settle_is_freed_by_none(theirs: int, freed: int, o
     req = request(guard, 0, 3)
     req.cache_protected_len, req.kv_committed_len = 0, 3
     guard.scheduler.running_batch = SimpleNamespace(is_empty=lambda: False, reqs=[req])
-    guard.incidents.unsettled, guard.incidents._failed[id(req)] = True, (req, "a mismatch")
+    guard.incidents.unsettled, guard.incidents._failed[id(req)] = True, req
     other_rank["cpu"] = torch.tensor([PAGES, theirs])
     guard.next_step()
     assert req.kv.kv_allocated_len == 3  # it may go on running until it ends
@@ -293,9 +293,7 @@ def finish_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(message: str = "", status_code: int | None = None, err_type: str | None = None) -> Any:
         return SimpleNamespace(message=message, status_code=status_code, err_type=err_type)
 
-    monkeypatch.setitem(
-        sys.modules, "sglang.srt.managers.schedule_batch", SimpleNamespace(FINISH_ABORT=reason)
-    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", SimpleNamespace(FINISH_ABORT=reason))
 
 
 @pytest.mark.usefixtures("finish_abort")
@@ -334,9 +332,7 @@ def test_a_salt_that_looks_like_ours_is_the_clients_own() -> None:
     guard = make_guard()
     ours = guard.incidents._suffix
     keys = ["|kvq-kv-tagsL", f"bob{ours}-1L", f"bob{ours}-1"]
-    guard.scheduler.waiting_queue = [
-        SimpleNamespace(req_pool_idx=None, extra_key=key, to_finish=None) for key in keys
-    ]  # fmt: skip
+    guard.scheduler.waiting_queue = [SimpleNamespace(req_pool_idx=None, extra_key=key, to_finish=None) for key in keys]
     for number in (1, 2):
         guard.incidents.start_afresh()
         guard.next_step()

@@ -186,7 +186,9 @@ def faults(arguments: argparse.Namespace) -> None:
     say(
         "| pool | requests | faults: free, swap, double | with `log`: requests that were sent wrong tokens "
         "| with `abort`: would have been | ended before | sent wrong tokens | detected "
-        "| finished in full, of these other tokens | cut by clients |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| finished in full, of these other tokens | cut by clients "
+        "| referred to a faulty page and finished: tokens still to be given |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for setup in arguments.setups:
         for seed in range(1, arguments.seeds + 1):
@@ -199,10 +201,17 @@ def faults(arguments: argparse.Namespace) -> None:
             kinds = Counter(fault["kind"] for fault in done.faults)
             missed = set(done.wrong) | set(done.exposed) - done.ended
             needed = len(done.ended) + len(missed)
+            finished = [
+                str(left)
+                for fault in done.faults
+                for rid, left in zip(fault["affected"], fault["tokens_left"], strict=True)
+                if done.endings[rid] == "full"
+            ]
             say(
                 f"| {setup} | {len(done.endings)} | {kinds['free']}, {kinds['swap']}, {kinds['double']} | {logged} "
                 f"| {needed} | {len(done.ended)} | {len(done.wrong)} | {1 - len(missed) / max(1, needed):.2%} "
-                f"| {len(done.answers)}, {sum(rid in done.wrong for rid in done.answers)} | {done.count('cut')} |"
+                f"| {len(done.answers)}, {sum(rid in done.wrong for rid in done.answers)} | {done.count('cut')} "
+                f"| {', '.join(finished) or '-'} |"
             )
             if missed:
                 raise SystemExit(f"{setup}: {sorted(missed)[:5]} were not ended in time; {done.health}")
